@@ -1,4 +1,4 @@
-"""Checkpoints: any number of ranks can load what any other number saved, and no broken checkpoint is loaded."""
+"""A checkpoint loads on any number of ranks, and a broken one never loads."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def train_and_save(world: World, folder: Path) -> Any:
 
 
 def load_and_train(world: World, folder: Path) -> Any:
-    model, sharded, optimizer = make(world, bucket_bytes=10**6)  # other buckets than those that were saved
+    model, sharded, optimizer = make(world, bucket_bytes=10**6)  # the checkpoint has other buckets
     addresses = [p.data_ptr() for p in model.parameters()]
     load(folder, sharded, optimizer)
     loaded = state(model, sharded)
@@ -75,8 +75,8 @@ def load_and_train(world: World, folder: Path) -> Any:
     return loaded, state(model, sharded)
 
 
-def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
 
 
 @pytest.mark.multi
@@ -89,11 +89,11 @@ def test_a_checkpoint_of_four_ranks_loads_with_any_number_of_ranks(tmp_path: Pat
     for size in (1, 2, 3):
         (tmp_path / str(size)).mkdir()
         alone = [load_and_train(ALONE, folder)] if size == 1 else []
-        for found in alone or run_world(size, tmp_path / str(size), load_and_train, folder):
-            assert not isinstance(found, str), found
-            assert same(found[0], saved)
+        for result in alone or run_world(size, tmp_path / str(size), load_and_train, folder):
+            assert not isinstance(result, str), result
+            assert same(result[0], saved)
             if size != 3:
-                assert same(found[1], after)
+                assert same(result[1], after)
 
 
 @pytest.fixture
@@ -103,7 +103,7 @@ def checkpoint(tmp_path: Path) -> Path:
     return tmp_path / "c"
 
 
-def refused(folder: Path, match: str, model: nn.Module | None = None) -> None:
+def assert_refused(folder: Path, match: str, model: nn.Module | None = None) -> None:
     """A load that fails changes nothing."""
     sharded = ShardedModel(model or WithBuffer(), ALONE)
     optimizer = ShardedAdamW(sharded, 0.05)
@@ -114,24 +114,24 @@ def refused(folder: Path, match: str, model: nn.Module | None = None) -> None:
 
 
 def test_a_broken_checkpoint_is_not_loaded(checkpoint: Path, tmp_path: Path) -> None:
-    refused(tmp_path, "no checkpoint")
-    refused(checkpoint, "another model: .* and 17 more", Net())
+    assert_refused(tmp_path, "no checkpoint")
+    assert_refused(checkpoint, "another model: .* and 17 more", Net())
     file = checkpoint / "rank0.safetensors"
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(content)
-    refused(checkpoint, "rank0.safetensors is not what was written")
+    assert_refused(checkpoint, "rank0.safetensors is not what was written")
     file.write_bytes(content[:-1])
-    refused(checkpoint, "rank0.safetensors is not what was written: .* bytes instead of")
+    assert_refused(checkpoint, "rank0.safetensors is not what was written: .* bytes instead of")
     file.unlink()
-    refused(checkpoint, "incomplete: rank0.safetensors missing")
+    assert_refused(checkpoint, "incomplete: rank0.safetensors missing")
     manifest = checkpoint / "manifest.json"
     manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "steps": 9}))
-    refused(checkpoint, "manifest.json is not what was written")
+    assert_refused(checkpoint, "manifest.json is not what was written")
     manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format": 9}))
-    refused(checkpoint, "format 9, expected 2")
+    assert_refused(checkpoint, "format 9, expected 2")
     manifest.write_text("{")
-    refused(checkpoint, "not JSON")
+    assert_refused(checkpoint, "not JSON")
 
 
 def test_a_checkpoint_is_not_overwritten(checkpoint: Path) -> None:
@@ -202,7 +202,7 @@ def writers(tmp_path: Path) -> Iterator[Writers]:
 
 @pytest.mark.parametrize("late", [1, 2])
 @pytest.mark.parametrize("failing", [0, 1, 2])
-def test_if_one_rank_cannot_write_all_raise_even_a_late_one(
+def test_a_failed_write_raises_on_all_ranks_even_a_late_one(
     writers: Writers, failing: int, late: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if late == failing:
@@ -216,14 +216,14 @@ def test_if_one_rank_cannot_write_all_raise_even_a_late_one(
 
     monkeypatch.setattr(checkpoint_writer, "_write_tensors", full)
     on_time = [writers.write(rank) for rank in range(3) if rank != late]
-    said = {error_of(writing) for writing in on_time}  # they have failed by now
-    said.add(error_of(writers.write(late)))
-    assert said == {f"{writers.target} was not written: rank{failing}: [Errno 28] No space left on device"}
+    messages = {error_of(writing) for writing in on_time}  # they have failed by now
+    messages.add(error_of(writers.write(late)))
+    assert messages == {f"{writers.target} was not written: rank{failing}: [Errno 28] No space left on device"}
     assert not list(writers.target.parent.iterdir())
 
 
 @pytest.mark.parametrize("lost", [0, 1, 2])
-def test_a_rank_that_is_lost_during_a_save_is_named_at_once(writers: Writers, lost: int) -> None:
+def test_a_rank_lost_during_a_save_is_named_at_once(writers: Writers, lost: int) -> None:
     writing = [writers.write(rank) for rank in range(3) if rank != lost]
     wait_until(lambda: len(list(writers.temporary.glob("rank*.json"))) == 2)
     vanish(writers._ranks[lost])

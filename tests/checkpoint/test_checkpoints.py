@@ -1,4 +1,4 @@
-"""Checkpoints of a run: they are complete, appear and disappear atomically, and survive kills and bad or full disks."""
+"""Checkpoints of a run are complete, appear and disappear atomically, and survive kills and broken or full disks."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ class Run:
 
 
 def everything(sharded: ShardedModel, optimizer: ShardedAdamW) -> dict[str, Tensor]:
-    """Return parameters, buffers and optimizer state. With several ranks, the optimizer state is this rank's share."""
-    found = state(sharded.model, sharded)
+    """Return parameters, buffers and optimizer state. With several ranks, the optimizer state is this rank's shard."""
+    tensors = state(sharded.model, sharded)
     for piece in optimizer.parameter_states:
         for name, tensor in (("master", piece.master), *piece.state.items()):
-            found[f"{piece.parameter.name} {name}"] = tensor.detach().clone()
-    return {**found, "steps": torch.tensor(optimizer.steps), "skipped": optimizer.skipped.clone()}
+            tensors[f"{piece.parameter.name} {name}"] = tensor.detach().clone()
+    return {**tensors, "steps": torch.tensor(optimizer.steps), "skipped": optimizer.skipped.clone()}
 
 
 @pytest.fixture
@@ -84,16 +84,16 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if path.suffix != ".lock")
 
 
-# -- a load restores what was saved ----------------------------------------------------------------
+# -- saving and loading ---------------------------------------------------------------------------
 
 
 @BOTH
-def test_a_resumed_run_is_the_one_that_was_never_stopped(start: Callable[..., Run], asynchronous: bool) -> None:
+def test_a_resumed_run_equals_one_that_never_stopped(start: Callable[..., Run], asynchronous: bool) -> None:
     first = start(asynchronous=asynchronous)
     first.train(2)
     first.optimizer.skipped.fill_(3)
-    given = {"rng": [1, [2, 2**63]], "text": "é\ud800", "rate": 0.1, "none": None, "prompts": {"7": ["a", ""]}}
-    saved = first.save(score=0.5, **given)
+    extra = {"rng": [1, [2, 2**63]], "text": "é\ud800", "rate": 0.1, "none": None, "prompts": {"7": ["a", ""]}}
+    saved = first.save(score=0.5, **extra)
     first.train(2)
     first.checkpoints.wait()
 
@@ -101,7 +101,7 @@ def test_a_resumed_run_is_the_one_that_was_never_stopped(start: Callable[..., Ru
     addresses = [tensor.data_ptr() for tensor in (*second.model.parameters(), *second.optimizer.masters)]
     latest = second.checkpoints.latest()
     assert latest == SavedCheckpoint(2, second.checkpoints.folder / "step_00000002", 0.5)
-    assert second.checkpoints.load(latest) == {"cursor": 2, **given}
+    assert second.checkpoints.load(latest) == {"cursor": 2, **extra}
     assert same(second.everything(), saved)
     second.train(2)
     assert same(second.everything(), first.everything())
@@ -109,7 +109,7 @@ def test_a_resumed_run_is_the_one_that_was_never_stopped(start: Callable[..., Ru
     assert second.checkpoints.problems == []
 
 
-def test_a_save_in_the_background_does_not_see_what_comes_after_it(start: Callable[..., Run]) -> None:
+def test_a_background_save_does_not_see_later_changes(start: Callable[..., Run]) -> None:
     run, gate = start(), threading.Event()
     assert run.checkpoints._writer is not None
     for _ in range(2):  # the second snapshot reuses the memory of the first
@@ -122,11 +122,11 @@ def test_a_save_in_the_background_does_not_see_what_comes_after_it(start: Callab
         assert cursor[0] not in [one.step for one in run.checkpoints.complete()]
         gate.set()
         run.checkpoints.wait()
-        other = start()
-        latest = other.checkpoints.latest()
+        reader = start()
+        latest = reader.checkpoints.latest()
         assert latest is not None
-        assert other.checkpoints.load(latest)["list"] == cursor[:1]
-        assert same(other.everything(), saved)
+        assert reader.checkpoints.load(latest)["list"] == cursor[:1]
+        assert same(reader.everything(), saved)
         gate.clear()
 
 
@@ -165,65 +165,65 @@ def test_files_have_the_usual_mode_and_there_is_no_pickle(start: Callable[..., R
 def two_ranks(world: World, folder: Path) -> dict[str, Any]:
     model, sharded, optimizer = make(world)
     checkpoints = Checkpoints(folder, sharded, optimizer, timeout=30, keep_last=3)
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     latest = checkpoints.latest()
     assert latest is not None
-    found["given"] = checkpoints.load(latest)
-    found["loaded"] = state(model, sharded)
+    result["initial state"] = checkpoints.load(latest)
+    result["loaded"] = state(model, sharded)
     for _ in range(3):
         steps(world, model, sharded, optimizer, 1)
         checkpoints.save(optimizer.steps, {"rank": world.rank}, score=0.0)
         steps(world, model, sharded, optimizer, 2)  # runs collectives while the save is being written
     checkpoints.wait()
     sharded.collectives.all_gather_text("all have written, and rank 0 has deleted")
-    found["complete"] = [saved.step for saved in checkpoints.complete()]
+    result["complete"] = [saved.step for saved in checkpoints.complete()]
     newest = checkpoints.latest()
     assert newest is not None
-    found["state"] = checkpoints.load(newest)
-    found["saved"] = state(model, sharded)
+    result["state"] = checkpoints.load(newest)
+    result["saved"] = state(model, sharded)
     before = everything(sharded, optimizer)
 
     sharded.collectives.all_gather_text("all have loaded")
     if world.rank == 0:  # only the rank that checks this file can notice
         flip(newest.path / "rank1.safetensors")
     sharded.collectives.all_gather_text("it is broken")
-    found["broken"] = error_of(lambda: checkpoints.load(newest))
+    result["broken"] = error_of(lambda: checkpoints.load(newest))
     fallback = checkpoints.latest()
-    found["fallback"] = fallback and fallback.step
+    result["fallback"] = fallback and fallback.step
     sharded.collectives.all_gather_text("looked at")
     if world.rank == 0:
         flip(newest.path / "rank1.safetensors")
 
     with no_larger_files_than(1000 if world.rank == 1 else None):
         checkpoints.save(100, {})
-        found["one cannot write"] = error_of(checkpoints.wait)
+        result["one cannot write"] = error_of(checkpoints.wait)
     checkpoints._timeout = 0.5
     if world.rank == 0:
         checkpoints.save(101, {})
-        found["one does not save"] = error_of(checkpoints.wait)
-    found["unchanged"] = same(before, everything(sharded, optimizer))
-    found["names"] = names(folder)
+        result["one does not save"] = error_of(checkpoints.wait)
+    result["unchanged"] = same(before, everything(sharded, optimizer))
+    result["names"] = names(folder)
     checkpoints.close()
-    return found
+    return result
 
 
 @pytest.mark.slow
 @pytest.mark.multi
-def test_one_rank_then_two_then_one(start: Callable[..., Run], tmp_path: Path) -> None:
+def test_a_run_resumes_on_one_rank_then_two_then_one(start: Callable[..., Run], tmp_path: Path) -> None:
     run = start()
     run.train(2)
     saved = run.save()
     run.checkpoints.wait()
     results = run_world(2, tmp_path, two_ranks, run.checkpoints.folder)
-    for rank, found in enumerate(results):
-        assert not isinstance(found, str), found
-        assert found["given"] == {"cursor": 2}
-        assert all(torch.equal(value, saved[name]) for name, value in found["loaded"].items())
-        assert found["complete"] == [3, 6, 9]
-        assert found["state"] == {"rank": rank}
-        assert "rank1.safetensors is not what was written" in found["broken"]
-        assert found["fallback"] == 6
-        assert found["unchanged"]
+    for rank, result in enumerate(results):
+        assert not isinstance(result, str), result
+        assert result["initial state"] == {"cursor": 2}
+        assert all(torch.equal(value, saved[name]) for name, value in result["loaded"].items())
+        assert result["complete"] == [3, 6, 9]
+        assert result["state"] == {"rank": rank}
+        assert "rank1.safetensors is not what was written" in result["broken"]
+        assert result["fallback"] == 6
+        assert result["unchanged"]
     assert "rank1" in results[0]["one cannot write"]
     assert "File too large" in results[0]["one cannot write"]
     assert "File too large" in results[1]["one cannot write"]
@@ -383,13 +383,13 @@ def test_resuming_skips_broken_checkpoints(start: Callable[..., Run], file: str)
     assert same(again.everything(), saved)
 
 
-def test_any_flipped_bit_of_a_manifest_is_found_or_means_nothing(start: Callable[..., Run]) -> None:
+def test_a_flipped_bit_in_a_manifest_is_noticed_or_harmless(start: Callable[..., Run]) -> None:
     run = start(asynchronous=False)
     run.save(score=0.5)
     path = run.checkpoints.folder / "step_00000000" / "manifest.json"
     whole = path.read_bytes()
-    for place in random.Random(0).sample(range(len(whole)), 200):
-        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+    for position in random.Random(0).sample(range(len(whole)), 200):
+        path.write_bytes(whole[:position] + bytes([whole[position] ^ 1]) + whole[position + 1 :])
         run.checkpoints.broken.clear()
         if run.checkpoints.complete():
             assert json.loads(path.read_bytes()) == json.loads(whole)
@@ -400,11 +400,11 @@ def test_an_incomplete_manifest_is_refused(start: Callable[..., Run], field: str
     run = start()
     run.save()
     run.checkpoints.wait()
-    place = run.checkpoints.folder / "step_00000000" / "manifest.json"
-    manifest = {key: value for key, value in json.loads(place.read_text()).items() if key != field}
-    place.write_text(json.dumps({**manifest, "sha256": manifest_checksum(manifest)}))
+    path = run.checkpoints.folder / "step_00000000" / "manifest.json"
+    manifest = {key: value for key, value in json.loads(path.read_text()).items() if key != field}
+    path.write_text(json.dumps({**manifest, "sha256": manifest_checksum(manifest)}))
     assert run.checkpoints.latest() is None
-    assert run.checkpoints.broken[place.parent] == f"{place} is not a checkpoint's manifest: it has no {field}"
+    assert run.checkpoints.broken[path.parent] == f"{path} is not a checkpoint's manifest: it has no {field}"
 
 
 def test_a_renamed_checkpoint_does_not_count(start: Callable[..., Run]) -> None:
@@ -417,16 +417,16 @@ def test_a_renamed_checkpoint_does_not_count(start: Callable[..., Run]) -> None:
     assert "step_00000007 was saved as step 0" in run.checkpoints.problems[0]
 
 
-def test_a_buffer_of_another_shape_is_found_before_anything_changes(start: Callable[..., Run]) -> None:
+def test_a_buffer_of_another_shape_is_refused_before_anything_changes(start: Callable[..., Run]) -> None:
     run = start(asynchronous=False)
     run.train()
     run.save()
-    other = start()
-    other.model.register_buffer("seen", torch.zeros(3))
-    before = other.everything()
+    changed = start()
+    changed.model.register_buffer("seen", torch.zeros(3))
+    before = changed.everything()
     with pytest.raises(CheckpointError, match="seen is float32 scalar in the checkpoint and float32 3 in the model"):
-        other.checkpoints.load(run.checkpoints.complete()[0])
-    assert same(other.everything(), before)
+        changed.checkpoints.load(run.checkpoints.complete()[0])
+    assert same(changed.everything(), before)
 
 
 # -- saves that fail -------------------------------------------------------------------------------
@@ -452,13 +452,13 @@ def test_a_state_that_is_not_json_is_refused_by_name(start: Callable[..., Run], 
 @contextmanager
 def no_larger_files_than(size: int | None) -> Iterator[None]:
     """Simulate a full disk for this process: the system refuses writes beyond this file size."""
-    found = resource.getrlimit(resource.RLIMIT_FSIZE)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     if size is not None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size, found[1]))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
     try:
         yield
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, found)
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def error_of(call: Callable[[], object]) -> str | None:
@@ -471,7 +471,7 @@ def error_of(call: Callable[[], object]) -> str | None:
 
 @pytest.mark.parametrize("size", [1000, 0])  # with 0, not even a note of the error can be written
 @pytest.mark.parametrize("raised_by", ["the save itself", "wait", "close"])
-def test_a_full_disk_is_an_error_that_costs_nothing(start: Callable[..., Run], raised_by: str, size: int) -> None:
+def test_a_full_disk_raises_and_loses_nothing(start: Callable[..., Run], raised_by: str, size: int) -> None:
     run = start(asynchronous=raised_by != "the save itself")
     sound = run.save()
     run.checkpoints.wait()
@@ -494,12 +494,12 @@ def test_a_full_disk_is_an_error_that_costs_nothing(start: Callable[..., Run], r
         run.save()  # there is room again, and the error is not raised twice
         run.checkpoints.wait()
         assert names(run.checkpoints.folder) == ["step_00000000", "step_00000001"]
-    other = start()
-    other.checkpoints.load(other.checkpoints.complete()[0])
-    assert same(other.everything(), sound)
+    second = start()
+    second.checkpoints.load(second.checkpoints.complete()[0])
+    assert same(second.everything(), sound)
 
 
-def test_after_a_save_that_failed_the_next_one_is_tried(start: Callable[..., Run]) -> None:
+def test_a_failed_save_does_not_prevent_the_next_one(start: Callable[..., Run]) -> None:
     run = start()
     with no_larger_files_than(1000):
         run.save()
@@ -515,7 +515,7 @@ def test_after_a_save_that_failed_the_next_one_is_tried(start: Callable[..., Run
 
 
 @BOTH
-def test_a_file_in_the_way(start: Callable[..., Run], asynchronous: bool) -> None:
+def test_a_file_in_the_way_of_a_checkpoint_is_kept(start: Callable[..., Run], asynchronous: bool) -> None:
     run = start(asynchronous=asynchronous)
     run.save()
     (run.checkpoints.folder / "step_00000001").write_text("mine")
@@ -528,21 +528,21 @@ def test_a_file_in_the_way(start: Callable[..., Run], asynchronous: bool) -> Non
     assert run.checkpoints.latest() == run.checkpoints.complete()[0]
 
 
-def test_a_folder_that_disappeared(start: Callable[..., Run]) -> None:
+def test_saving_to_a_deleted_folder_is_an_error(start: Callable[..., Run]) -> None:
     run = start()
     shutil.rmtree(run.checkpoints.folder)
     with pytest.raises(CheckpointError, match=r"run cannot be read: .*No such file"):
         run.save()
 
 
-def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_created_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("mine")
     with pytest.raises(CheckpointError, match=r"run cannot be used: .*exists"):
         Run(tmp_path / "run")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_read_only_folder(start: Callable[..., Run]) -> None:
+def test_saving_to_a_read_only_folder_is_an_error(start: Callable[..., Run]) -> None:
     run = start()
     run.checkpoints.folder.chmod(0o500)
     try:
@@ -602,18 +602,18 @@ def test_a_lock_removed_as_a_leftover_is_created_again(
     start: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another run clears the folder after the file is created and before it is locked."""
-    lock, taken = fcntl.flock, []
+    lock, removed_locks = fcntl.flock, []
 
-    def cleared_before(file: Any, how: int) -> None:
-        if how == fcntl.LOCK_EX and not taken:
-            taken.append(Path(file.name))
+    def lock_after_removal(file: Any, how: int) -> None:
+        if how == fcntl.LOCK_EX and not removed_locks:
+            removed_locks.append(Path(file.name))
             Path(file.name).unlink()
         lock(file, how)
 
-    monkeypatch.setattr("rollgraph.checkpoint.keep.fcntl.flock", cleared_before)
+    monkeypatch.setattr("rollgraph.checkpoint.keep.fcntl.flock", lock_after_removal)
     run = start()
     (held,) = run.checkpoints.folder.glob("run_*.lock")
-    assert [held.stem] != [path.stem for path in taken]
+    assert [held.stem] != [path.stem for path in removed_locks]
 
 
 def test_files_that_only_look_like_leftovers_stay(start: Callable[..., Run], tmp_path: Path) -> None:
@@ -669,16 +669,16 @@ def test_readers_leave_no_trace(start: Callable[..., Run]) -> None:
 
 
 def untouched(folder: Path, now: bool = True) -> dict[str, tuple[int, int]]:
-    """Return the modification time and size of everything in a folder.
+    """Return the modification time and size of a folder and of everything in it.
 
-    `now` first sets all times to long ago, so that even a file that comes and goes shows in the time of its folder.
+    `now` first sets all times to long ago. Then even a file that comes and goes changes the time of its folder.
     """
     paths = [folder, *folder.rglob("*")]
     if now:
         for path in paths:
             os.utime(path, (1000, 1000), follow_symlinks=False)
-    found = {path: path.lstat() for path in paths}
-    return {str(path): (about.st_mtime_ns, about.st_size) for path, about in found.items()}
+    stats = {path: path.lstat() for path in paths}
+    return {str(path): (stat.st_mtime_ns, stat.st_size) for path, stat in stats.items()}
 
 
 # -- kill -9 ---------------------------------------------------------------------------------------
@@ -696,10 +696,10 @@ def large(kind: Kind = ("fp32", "none")) -> tuple[ShardedModel, ShardedAdamW]:
 
 
 def digest(sharded: ShardedModel, optimizer: ShardedAdamW) -> str:
-    found = hashlib.sha256()
+    checksum = hashlib.sha256()
     for tensor in everything(sharded, optimizer).values():
-        found.update(tensor.flatten().view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
+        checksum.update(tensor.flatten().view(torch.uint8).numpy().tobytes())
+    return checksum.hexdigest()
 
 
 def train_until_killed(folder: Path, asynchronous: bool, kind: Kind) -> None:
@@ -746,7 +746,7 @@ MOMENTS = [  # kill the process once this is on disk
 
 @pytest.mark.slow
 @pytest.mark.multi
-def test_after_a_kill_at_any_moment_the_last_whole_checkpoint_loads(tmp_path: Path) -> None:
+def test_the_last_complete_checkpoint_loads_after_a_kill_at_any_moment(tmp_path: Path) -> None:
     torn = kill_again_and_again(tmp_path, 20, ("fp32", "none"))
     assert torn.count(".incomplete") >= 5
     assert torn.count(".deleted") >= 1
@@ -755,27 +755,27 @@ def test_after_a_kill_at_any_moment_the_last_whole_checkpoint_loads(tmp_path: Pa
 @pytest.mark.slow
 @pytest.mark.multi
 @pytest.mark.parametrize("kind", [("bf16", "none"), ("int8", "none"), ("fp32", "host"), ("int8", "host")])
-def test_after_a_kill_state_of_any_format_and_place_loads(kind: Kind, tmp_path: Path) -> None:
+def test_optimizer_state_of_any_format_loads_after_a_kill(kind: Kind, tmp_path: Path) -> None:
     kill_again_and_again(tmp_path, 5, kind)
 
 
 def kill_again_and_again(tmp_path: Path, lives: int, kind: Kind) -> list[str]:
-    """Each process resumes from what the previous one left, and has the same weights at the same step.
+    """Each process resumes from the files of the previous one, and has the same weights at the same step.
 
-    Returns the suffixes of what was left half written or half deleted.
+    Returns the suffixes of checkpoints that were left half written or half deleted.
     """
     context, chance = multiprocessing.get_context("forkserver"), random.Random(0)
-    here, there = context.Pipe()
-    process = context.Process(target=nursery, args=(there, tmp_path), daemon=True)
+    pipe, child_pipe = context.Pipe()
+    process = context.Process(target=nursery, args=(child_pipe, tmp_path), daemon=True)
     process.start()
     folder, last = tmp_path / "run", 0
     torn: list[str] = []
     sharded, optimizer = large(kind)
     for life in range(lives):
-        here.send((life % 2 == 0, kind))
-        child = here.recv()
+        pipe.send((life % 2 == 0, kind))
+        child = pipe.recv()
         deadline = time.monotonic() + 600
-        while not any(int(path.name[5:]) > last for path in folder.glob(STEP)):  # until it has saved one
+        while not any(int(path.name[5:]) > last for path in folder.glob(STEP)):  # until it has saved
             assert time.monotonic() < deadline
             time.sleep(0.001)
         moment, patience = MOMENTS[life % len(MOMENTS)], time.monotonic() + 0.5
@@ -783,7 +783,7 @@ def kill_again_and_again(tmp_path: Path, lives: int, kind: Kind) -> list[str]:
             time.sleep(0.0002)
         time.sleep(chance.random() * 0.003)
         os.kill(child, signal.SIGKILL)
-        assert os.WTERMSIG(here.recv()) == signal.SIGKILL, "the process ended before it was killed"
+        assert os.WTERMSIG(pipe.recv()) == signal.SIGKILL, "the process ended before it was killed"
         torn += [path.suffix for path in folder.iterdir() if path.suffix != ".lock"]
 
         checkpoints = Checkpoints(folder, sharded, optimizer)
@@ -797,7 +797,7 @@ def kill_again_and_again(tmp_path: Path, lives: int, kind: Kind) -> list[str]:
         assert checkpoints.problems == []
         assert not [name for name in names(folder) if not name[5:].isdigit()]
         checkpoints.close()
-    here.send(None)
+    pipe.send(None)
     process.join()
     seen: dict[str, str] = {}
     for step, text in (line.split() for line in (tmp_path / "log").read_text().splitlines()):

@@ -1,4 +1,4 @@
-"""What a resumed run keeps, what it may change, and what is the same although it is spelled in another way."""
+"""Configuration changes on resume: fixed keys, allowed changes, and other spellings of the same value."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ reward: {functions: [{name: exact_match}, {name: length, options: {limit: 9}}]}
 
 
 def changes_of(*overrides: str, prints: tuple[dict[str, str], dict[str, str]] = ({}, {})) -> list[Change]:
-    """Compare a configuration as a checkpoint holds it with one that has these overrides."""
+    """Compare the configuration in a checkpoint with one that has these overrides."""
     old, new = parse_config(BASE), parse_config(BASE, overrides)
     return find_changes(json.loads(json.dumps(to_dict(old))), to_dict(new), *prints)
 
@@ -49,7 +49,7 @@ def test_a_configuration_has_not_changed_if_nothing_was_overridden() -> None:
 
 
 @pytest.mark.parametrize(
-    ("override", "told", "fixed"),
+    ("override", "message", "fixed"),
     [
         ("seed=1", "seed: 0 → 1", True),
         ("model.tiny.layers=3", "model.tiny.layers: 2 → 3", True),
@@ -70,12 +70,12 @@ def test_a_configuration_has_not_changed_if_nothing_was_overridden() -> None:
         ("model.checkpointing=true", "model.checkpointing: auto → true", False),
     ],
 )  # fmt: skip
-def test_each_change_is_told_and_what_decides_what_is_learned_is_fixed(override: str, told: str, fixed: bool) -> None:
+def test_changes_are_reported_and_keys_that_shape_learning_are_fixed(override: str, message: str, fixed: bool) -> None:
     (change,) = changes_of(override)
-    assert (str(change), change.is_fixed) == (told, fixed)
+    assert (str(change), change.is_fixed) == (message, fixed)
 
 
-def test_whether_there_is_a_warm_start_is_fixed_and_its_settings_are_not() -> None:
+def test_adding_a_warm_start_is_fixed_but_its_settings_may_change() -> None:
     with_one = to_dict(parse_config(BASE, ["warm_start={data: w.jsonl}"]))
     longer = to_dict(parse_config(BASE, ["warm_start={data: w.jsonl, steps: 7}"]))
     (added,) = find_changes(to_dict(parse_config(BASE)), with_one, {}, {})
@@ -87,8 +87,8 @@ def test_whether_there_is_a_warm_start_is_fixed_and_its_settings_are_not() -> No
 def test_content_decides_whether_a_path_has_changed() -> None:
     moved = ["data.train=moved.jsonl"]
     assert changes_of(*moved, prints=({"data.train": "x"}, {"data.train": "x"})) == []
-    (other,) = changes_of(*moved, prints=({"data.train": "x"}, {"data.train": "y"}))
-    assert (other.old, other.new, other.is_fixed) == ("train.jsonl", "moved.jsonl", True)
+    (replaced,) = changes_of(*moved, prints=({"data.train": "x"}, {"data.train": "y"}))
+    assert (replaced.old, replaced.new, replaced.is_fixed) == ("train.jsonl", "moved.jsonl", True)
     (edited,) = changes_of(prints=({"data.train": "x"}, {"data.train": "y"}))
     assert str(edited) == "data.train: the content of train.jsonl has changed"
     assert edited.is_fixed
@@ -120,7 +120,7 @@ def starts_of(path: Path) -> list[dict[str, Any]]:
 def test_a_run_records_each_of_its_starts(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is refused with another algorithm until that is allowed, and goes on from a moved folder as if it was not."""
+    """Other algorithm options are refused until they are allowed. Moved files are no change."""
     run = folder / "run"
     plain = ["data.validation=null", "checkpoint.every=1", "log.progress=plain"]
     train(eager_config(folder, *plain, "steps=1"), ONE)
@@ -128,7 +128,7 @@ def test_a_run_records_each_of_its_starts(
     before = first.read_bytes()
     with pytest.raises(ChangedConfig, match=r"algorithm\.options\.clip_high: null → 0\.3\. .*add allow_changes="):
         train(eager_config(folder, *plain, "steps=2", "algorithm.options={kl_coef: 0.05, clip_high: 0.3}"), ONE)
-    assert first.read_bytes() == before  # what was refused is no start
+    assert first.read_bytes() == before  # a refused start is not recorded
 
     moved = folder / "moved"
     moved.mkdir()
@@ -159,20 +159,20 @@ def test_a_run_records_each_of_its_starts(
     assert last == eager_config(folder, *plain, *spelled, *allowed, "steps=3")
 
 
-def test_a_run_that_is_allowed_other_data_begins_with_its_first_prompt(folder: Path) -> None:
+def test_allowed_new_data_begins_at_its_first_prompt(folder: Path) -> None:
     plain = ["data.validation=null", "data.shuffle=false", "log.samples_every=1", "log.sample_groups=9"]
     train(eager_config(folder, *plain, "steps=1"), ONE)
     (folder / "other.jsonl").write_text("".join(f'{{"prompt": "o{i}?"}}\n' for i in range(9)))
-    other = [*plain, f"data.train={folder / 'other.jsonl'}", "steps=2"]
+    new_data = [*plain, f"data.train={folder / 'other.jsonl'}", "steps=2"]
     with pytest.raises(ChangedConfig, match=r"train\.jsonl → .*other\.jsonl"):
-        train(eager_config(folder, *other), ONE)
-    train(eager_config(folder, *other, "allow_changes=data.train"), ONE)
+        train(eager_config(folder, *new_data), ONE)
+    train(eager_config(folder, *new_data, "allow_changes=data.train"), ONE)
     rows = [json.loads(line) for line in (folder / "run" / "samples.jsonl").read_text().splitlines()]
     assert sorted({row["prompt"] for row in rows if row["step"] == 1}) == ["o0?", "o1?", "o2?", "o3?"]
 
 
-def test_another_model_is_refused_and_a_copy_of_it_is_not(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With KL, the model is also the reference policy: another one is another reference, if that is what was wanted."""
+def test_another_model_is_refused_but_a_copy_is_not(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With KL, the model is also the reference policy, so an allowed new model becomes the new reference."""
     train(eager_config(folder, "steps=1", f"output={folder / 'tiny'}", "data.validation=null"), ONE)
     model, copied = folder / "tiny" / "reference", folder / "copied"
     plain = ["tokenizer.path=bytes", "data.validation=null", "log.progress=plain"]
@@ -183,18 +183,18 @@ def test_another_model_is_refused_and_a_copy_of_it_is_not(folder: Path, capsys: 
     content = bytearray(weights.read_bytes())
     content[-2] ^= 1
     weights.write_bytes(content)
-    other = folder / "other"
-    copied.rename(other)
-    with pytest.raises(ChangedConfig, match=r"model\.path: .*copied → .*other"):
-        train(eager_config(folder, *plain, f"model={{path: {other}}}", "steps=3"), ONE)
-    train(eager_config(folder, *plain, f"model={{path: {other}}}", "steps=3", "allow_changes=model"), ONE)
-    assert f"{other} is the reference policy from now on" in capsys.readouterr().out
-    train(eager_config(folder, *plain, f"model={{path: {other}}}", "steps=4"), ONE)  # and stays so
+    changed = folder / "changed"
+    copied.rename(changed)
+    with pytest.raises(ChangedConfig, match=r"model\.path: .*copied → .*changed"):
+        train(eager_config(folder, *plain, f"model={{path: {changed}}}", "steps=3"), ONE)
+    train(eager_config(folder, *plain, f"model={{path: {changed}}}", "steps=3", "allow_changes=model"), ONE)
+    assert f"{changed} is the reference policy from now on" in capsys.readouterr().out
+    train(eager_config(folder, *plain, f"model={{path: {changed}}}", "steps=4"), ONE)  # and stays so
     assert rows_of(folder / "run")[-1]["step"] == 3
 
 
 def test_a_damaged_checkpoint_does_not_hide_a_change(folder: Path) -> None:
-    """The configuration is then that of the checkpoint before it, from which the run would go on."""
+    """The run would resume from the checkpoint before it, so the configuration of that one is compared."""
     plain = ["data.validation=null", "checkpoint.every=1"]
     train(eager_config(folder, *plain, "steps=2"), ONE)
     flip(folder / "run" / "checkpoints" / "step_00000001" / "state.json")
@@ -202,7 +202,7 @@ def test_a_damaged_checkpoint_does_not_hide_a_change(folder: Path) -> None:
         train(eager_config(folder, *plain, "steps=3", "algorithm.options={kl_coef: 0.1}"), ONE)
 
 
-def test_a_resume_under_another_arithmetic_is_refused_unless_it_is_allowed(
+def test_resuming_with_other_arithmetic_is_refused_unless_allowed(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     train(eager_config(folder, "data.validation=null", "checkpoint.every=1", "steps=1"), ONE)
@@ -215,18 +215,18 @@ def test_a_resume_under_another_arithmetic_is_refused_unless_it_is_allowed(
     assert len(starts_of(folder / "run")) == 2
 
 
-def test_keys_that_had_another_name_when_a_checkpoint_was_saved_are_no_change() -> None:
+def test_renamed_keys_of_an_old_checkpoint_are_no_change() -> None:
     config = {"seed": 0, "train": {"half_logits": "auto", "token_buckets": None}}
     saved = {"seed": 0, "train": {"long_prompts": "auto", "token_buckets": None}}
     assert with_new_names(saved) == with_new_names(config) == config
     assert list(find_changes(with_new_names(saved), config, {}, {})) == []
 
 
-def test_a_checkpoint_that_does_not_say_has_the_first_arithmetic() -> None:
+def test_a_checkpoint_without_arithmetic_has_the_first() -> None:
     assert arithmetic_on("cuda:3", {}) == {"cuda": 1}
 
 
-def test_the_record_is_not_written_through_a_link(folder: Path) -> None:
+def test_starts_are_not_recorded_through_a_link(folder: Path) -> None:
     (folder / "run").mkdir()
     (folder / "mine").write_text("years of work")
     for name in ("config.yaml", "starts.jsonl"):
@@ -236,7 +236,7 @@ def test_the_record_is_not_written_through_a_link(folder: Path) -> None:
     assert (folder / "mine").read_text() == "years of work"
 
 
-def test_a_key_that_may_change_must_exist() -> None:
+def test_keys_in_allow_changes_must_exist() -> None:
     with pytest.raises(ValueError, match=r"allow_changes: there is no key 'algoritm'; did you mean 'algorithm'"):
         parse_config(BASE, ["allow_changes=algoritm"])
     config: Config = parse_config(BASE, ["allow_changes=algorithm,data.train"])

@@ -32,10 +32,10 @@ with lock_folder(sys.argv[1], World(0, 1, "cpu")):
 
 
 def test_a_second_run_is_refused_before_anything_is_loaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def made(*arguments: object, **options: object) -> None:
-        raise AssertionError("something was made")
+    def build(*arguments: object, **options: object) -> None:
+        raise AssertionError("the run was built")
 
-    monkeypatch.setattr("rollgraph.train.make_run", made)
+    monkeypatch.setattr("rollgraph.train.make_run", build)
     with (
         lock_folder(folder / "run", ONE),
         pytest.raises(FolderError, match=rf"run is in use by another run \(process {os.getpid()} on .*another output"),
@@ -45,7 +45,7 @@ def test_a_second_run_is_refused_before_anything_is_loaded(folder: Path, monkeyp
         train(config_of(folder), ONE)
 
 
-def test_a_run_that_was_killed_holds_nothing(tmp_path: Path) -> None:
+def test_a_killed_run_holds_no_lock(tmp_path: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(tmp_path)],
         env={**os.environ, "PYTHONPATH": "src"},
@@ -75,7 +75,7 @@ def test_a_run_that_fails_early_leaves_nothing(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "kept").iterdir()] == ["metrics.jsonl"]
 
 
-def test_a_folder_that_cannot_be_made_is_named_by_its_key(tmp_path: Path) -> None:
+def test_an_unusable_folder_is_reported_with_its_key(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with (
         pytest.raises(FolderError, match=r"output: .*file/run cannot be used"),
@@ -119,10 +119,10 @@ def test_files_that_only_look_like_locks_stay(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("file_locks", [True, False])
-def test_a_newer_attempt_takes_the_folder_over_and_the_older_one_writes_no_more(
+def test_a_newer_attempt_takes_the_folder_over_from_an_older_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file_locks: bool
 ) -> None:
-    """The older one is alive and holds its lock, as a rank 0 does whose network is down."""
+    """The older attempt is alive and holds its lock, like a rank 0 whose network is down."""
 
     def unsupported(*_: object) -> None:
         raise OSError("no locks")
@@ -135,20 +135,20 @@ def test_a_newer_attempt_takes_the_folder_over_and_the_older_one_writes_no_more(
             with pytest.raises(TakenOver):
                 older.check()
             newer.check()
-            older.release()  # leaves what is not its own
+            older.release()  # leaves the lock of the newer attempt
             newer.check()
             assert (tmp_path / LOCK).read_text().endswith("attempt 2 of run ab12\n")
 
 
 @pytest.mark.parametrize("claim", [None, Claim("ab12", 2), Claim("ab12", 1), Claim("cd34", 9)])
-def test_nobody_else_takes_the_folder_of_an_attempt_over(tmp_path: Path, claim: Claim | None) -> None:
+def test_only_a_newer_attempt_of_the_same_run_takes_the_folder_over(tmp_path: Path, claim: Claim | None) -> None:
     with lock_folder(tmp_path, ONE, Claim("ab12", 2)) as held:
         with pytest.raises(FolderError, match="attempt 2 of run ab12"), lock_folder(tmp_path, ONE, claim):
             pass
         held.check()
 
 
-def refused(rank: int, folder: str, out: Any) -> None:
+def try_to_lock(rank: int, folder: str, out: Any) -> None:
     torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     try:
         with lock_folder(f"{folder}/run", World(rank, 2, "cpu")):
@@ -161,14 +161,14 @@ def refused(rank: int, folder: str, out: Any) -> None:
 @pytest.mark.multi
 @pytest.mark.parametrize("taken", [True, False])
 def test_all_ranks_learn_that_a_folder_is_taken(tmp_path: Path, taken: bool) -> None:
-    """Only rank 0 looks at the lock; without the news, the other ranks would wait for it forever."""
+    """Only rank 0 looks at the lock. If it did not tell the other ranks, they would wait forever."""
     context = torch.multiprocessing.get_context("forkserver")
     out = context.SimpleQueue()
     with lock_folder(tmp_path / "run", ONE) if taken else nullcontext():
-        ranks = [context.Process(target=refused, args=(rank, str(tmp_path), out)) for rank in range(2)]
+        ranks = [context.Process(target=try_to_lock, args=(rank, str(tmp_path), out)) for rank in range(2)]
         for process in ranks:
             process.start()
         for process in ranks:
             process.join(600)
-    found = dict(out.get() for _ in ranks)
-    assert ["is in use by another run" in found[rank] for rank in range(2)] == [taken, taken]
+    errors = dict(out.get() for _ in ranks)
+    assert ["is in use by another run" in errors[rank] for rank in range(2)] == [taken, taken]

@@ -1,4 +1,4 @@
-"""What can be restored from the memory of the ranks that are left, for every set of ranks that may be lost."""
+"""Which state can be restored from the memory of the remaining ranks, for any set of lost ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def losses(draw: st.DrawFn) -> tuple[int, int, set[int], set[int], set[int]]:
 
 
 @given(losses())
-def test_the_newest_whole_state_is_found(case: tuple[int, int, set[int], set[int], set[int]]) -> None:
+def test_the_newest_complete_state_is_chosen(case: tuple[int, int, set[int], set[int], set[int]]) -> None:
     ranks, distance, lost, copied, arrived = case
     holdings: dict[int, list[Holding]] = {rank: [] for rank in range(ranks)}
     for owner in range(ranks):
@@ -37,7 +37,7 @@ def test_the_newest_whole_state_is_found(case: tuple[int, int, set[int], set[int
         holdings[neighbour] += [Holding(owner, OLD), *([Holding(owner, NEW)] if owner in arrived else [])]
     for rank in lost:
         holdings[rank] = []
-    found = choose_recovery(ranks, holdings)
+    recovery = choose_recovery(ranks, holdings)
 
     survives = [owner not in lost or (owner + distance) % ranks not in lost for owner in range(ranks)]
     new_survives = []
@@ -45,32 +45,32 @@ def test_the_newest_whole_state_is_found(case: tuple[int, int, set[int], set[int
         by_itself = owner not in lost and owner in copied
         new_survives.append(by_itself or (owner in arrived and (owner + distance) % ranks not in lost))
     if all(new_survives):
-        assert found is not None
-        assert found.version == NEW
-    elif all(survives):  # the two-phase exchange: an older state is given up only for one that arrived everywhere
-        assert found is not None
-        assert found.version == OLD
+        assert recovery is not None
+        assert recovery.version == NEW
+    elif all(survives):  # a rank drops an older state only once the newer one has arrived everywhere
+        assert recovery is not None
+        assert recovery.version == OLD
     else:
-        assert found is None
+        assert recovery is None
         return
-    for owner, holder in enumerate(found.holders):
-        assert Holding(owner, found.version) in holdings[holder]
-        if Holding(owner, found.version) in holdings[owner]:
+    for owner, holder in enumerate(recovery.holders):
+        assert Holding(owner, recovery.version) in holdings[holder]
+        if Holding(owner, recovery.version) in holdings[owner]:
             assert holder == owner
-    for transfer in plan_transfers(found, holdings, distance):
-        copy = Holding(transfer.owner, found.version)
+    for transfer in plan_transfers(recovery, holdings, distance):
+        copy = Holding(transfer.owner, recovery.version)
         assert copy in holdings[transfer.sender]
         assert copy not in holdings[transfer.receiver]
         holdings[transfer.receiver].append(copy)
-    for lost_next in range(ranks):  # whoever it is, the same state can be restored again
-        left = {rank: [] if rank == lost_next else holdings[rank] for rank in holdings}
-        again = choose_recovery(ranks, left)
-        assert again is not None
-        assert again.version == found.version
+    for lost_next in range(ranks):  # whichever rank is lost next, the same state can be restored
+        remaining = {rank: [] if rank == lost_next else holdings[rank] for rank in holdings}
+        second_recovery = choose_recovery(ranks, remaining)
+        assert second_recovery is not None
+        assert second_recovery.version == recovery.version
 
 
 def test_states_of_different_attempts_are_not_mixed() -> None:
-    """Step 7 was taken again: on a GPU, that does not give the same bits."""
+    """Step 7 was repeated. On a GPU, its bits may differ."""
     first, again = Version(0, 7), Version(1, 7)
     holdings = {0: [Holding(0, first), Holding(0, again)], 1: [Holding(1, first)]}
     assert choose_recovery(2, holdings) == Recovery(first, (0, 1))
@@ -79,38 +79,38 @@ def test_states_of_different_attempts_are_not_mixed() -> None:
 
 
 def test_a_later_attempt_is_newer_than_more_steps() -> None:
-    """It went back to a checkpoint because no newer state was whole; what is left of that is of no use any more."""
+    """The later attempt resumed from a checkpoint, so the states of the earlier one are obsolete."""
     holdings = {rank: [Holding(rank, Version(0, 9)), Holding(rank, Version(1, 6))] for rank in range(2)}
-    found = choose_recovery(2, holdings)
-    assert found is not None
-    assert found.version == Version(1, 6)
+    recovery = choose_recovery(2, holdings)
+    assert recovery is not None
+    assert recovery.version == Version(1, 6)
 
 
-def test_neighbours_are_on_other_nodes_where_that_can_be() -> None:
+def test_neighbours_are_on_other_nodes_where_possible() -> None:
     assert choose_distance(["a", "a"]) == 1
     assert choose_distance(["a", "b", "c"]) == 1
     assert choose_distance(["a", "a", "b", "b"]) == 2
     assert choose_distance([node for node in "abc" for _ in range(8)]) == 8
-    assert choose_distance(["a", "a", "a", "b"]) == 1  # somebody's is on the same node in any case
+    assert choose_distance(["a", "a", "a", "b"]) == 1  # some neighbours share a node in any case
 
 
-def test_a_lost_node_costs_nothing() -> None:
+def test_a_lost_node_loses_no_state() -> None:
     nodes = [node for node in "abc" for _ in range(4)]
     distance = choose_distance(nodes)
-    for gone in "abc":
+    for lost_node in "abc":
         holdings = {}
         for rank in range(12):
-            left = nodes[rank] != gone
-            holdings[rank] = [Holding(rank, NEW), Holding((rank - distance) % 12, NEW)] if left else []
-        found = choose_recovery(12, holdings)
-        assert found is not None
-        lost = [rank for rank in range(12) if nodes[rank] == gone]
+            is_alive = nodes[rank] != lost_node
+            holdings[rank] = [Holding(rank, NEW), Holding((rank - distance) % 12, NEW)] if is_alive else []
+        recovery = choose_recovery(12, holdings)
+        assert recovery is not None
+        lost = [rank for rank in range(12) if nodes[rank] == lost_node]
         for rank in lost:
-            assert found.holders[rank] == (rank + distance) % 12
+            assert recovery.holders[rank] == (rank + distance) % 12
 
 
-def test_what_a_lost_rank_held_is_held_again() -> None:
+def test_a_replaced_rank_gets_its_state_and_the_copy_that_it_held() -> None:
     holdings = {0: [Holding(0, NEW), Holding(2, NEW)], 1: [], 2: [Holding(2, NEW), Holding(1, NEW)]}
-    found = choose_recovery(3, holdings)
-    assert found == Recovery(NEW, (0, 2, 2))
-    assert plan_transfers(found, holdings, 1) == [CopyTransfer(0, 1, 0), CopyTransfer(2, 1, 1)]
+    recovery = choose_recovery(3, holdings)
+    assert recovery == Recovery(NEW, (0, 2, 2))
+    assert plan_transfers(recovery, holdings, 1) == [CopyTransfer(0, 1, 0), CopyTransfer(2, 1, 1)]

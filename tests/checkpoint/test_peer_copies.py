@@ -1,4 +1,4 @@
-"""Copies of a rank's state: they arrive whole or not at all, and one is whole at any time."""
+"""Copies of a rank's state arrive completely or not at all, and one is complete at any time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ABOUT = {"steps": 3, "state": {"data": {"cursor": 5}, "reward": 0.1}}
 
 
 def filled(state: StateFormat, elements: int = 40_000) -> tuple[OptimizerState, PeerCopies]:
-    """Shards with a rank's own copies of them; the first copy is whole."""
+    """Shards with a rank's own copies of them; the first copy is complete."""
     optimizer = OptimizerState([elements, 64], state, "none", "cpu")
     for shard in optimizer.shards:
         for tensor in shard.values():
@@ -42,29 +42,29 @@ def bytes_of(copy: ShardCopy) -> bytes:
 @pytest.mark.parametrize("state", ["fp32", "int8"])
 def test_a_copy_arrives_bit_for_bit(state: StateFormat) -> None:
     _, copies = filled(state)
-    there = PeerCopies()
-    there.prepare(RANKS)
+    target = PeerCopies()
+    target.prepare(RANKS)
     sender, receiver = socket.socketpair()
     with sender, receiver, ThreadPoolExecutor(1) as thread:
         sending = thread.submit(send_copy, sender, copies.own_copies[0])
-        receive_copy(receiver, there.neighbour_copies[0], "cpu")
+        receive_copy(receiver, target.neighbour_copies[0], "cpu")
         sending.result()
-    assert bytes_of(there.neighbour_copies[0]) == bytes_of(copies.own_copies[0])
-    assert there.holdings() == [Holding(1, Version(0, 2))]
-    assert there.find(1, Version(0, 2)) is there.neighbour_copies[0]
-    assert there.neighbour_copies[0].metadata == ABOUT
+    assert bytes_of(target.neighbour_copies[0]) == bytes_of(copies.own_copies[0])
+    assert target.holdings() == [Holding(1, Version(0, 2))]
+    assert target.find(1, Version(0, 2)) is target.neighbour_copies[0]
+    assert target.neighbour_copies[0].metadata == ABOUT
 
 
-def test_a_copy_whose_sender_dies_does_not_count_and_the_one_before_stays() -> None:
+def test_a_copy_whose_sender_dies_does_not_replace_the_one_before() -> None:
     optimizer, copies = filled("fp32", elements=4_000_000)  # more than a socket holds
-    there = PeerCopies()
-    there.prepare(RANKS)
-    before = there.neighbour_copies[0]
+    target = PeerCopies()
+    target.prepare(RANKS)
+    before = target.neighbour_copies[0]
     before.allocate(shard_layout(optimizer.shards), "cpu")
     before.mark_complete(1, Version(0, 1), {})
-    kept = bytes_of(before)
-    broken = reusable_copy(there.neighbour_copies)
-    broken.mark_complete(1, Version(0, 0), {})  # what it held is given up when something newer begins to arrive
+    content = bytes_of(before)
+    broken = reusable_copy(target.neighbour_copies)
+    broken.mark_complete(1, Version(0, 0), {})  # its content is dropped when newer content begins to arrive
     sender, receiver = socket.socketpair()
     with sender, receiver, ThreadPoolExecutor(1) as thread, ThreadPoolExecutor(1) as thread_of_sender:
         receiving = thread.submit(receive_copy, receiver, broken, "cpu")
@@ -74,17 +74,17 @@ def test_a_copy_whose_sender_dies_does_not_count_and_the_one_before_stays() -> N
         sender.shutdown(socket.SHUT_RDWR)
         assert isinstance(sending.exception(), OSError)
         assert isinstance(receiving.exception(), ConnectionError)
-    assert there.holdings() == [Holding(1, Version(0, 1))]
-    assert bytes_of(before) == kept
-    assert reusable_copy(there.neighbour_copies) is broken
+    assert target.holdings() == [Holding(1, Version(0, 1))]
+    assert bytes_of(before) == content
+    assert reusable_copy(target.neighbour_copies) is broken
 
 
-def test_the_older_copy_is_written_over() -> None:
+def test_the_older_copy_is_overwritten() -> None:
     _, copies = filled("fp32")
     assert reusable_copy(copies.own_copies) is copies.own_copies[1]
     copies.own_copies[1].mark_complete(1, Version(0, 3), ABOUT)
     assert reusable_copy(copies.own_copies) is copies.own_copies[0]
-    copies.own_copies[0].mark_complete(1, Version(1, 2), ABOUT)  # restored, and older than that of another attempt
+    copies.own_copies[0].mark_complete(1, Version(1, 2), ABOUT)  # of a later attempt: newer despite fewer steps
     assert reusable_copy(copies.own_copies) is copies.own_copies[1]
     copies.forget_all_but(Version(0, 3))
     assert reusable_copy(copies.own_copies) is copies.own_copies[0]
@@ -100,7 +100,7 @@ def test_memory_is_kept_for_the_same_state_and_replaced_for_another() -> None:
     assert copies.own_copies[0].shards is not memory
 
 
-def test_copies_are_of_no_use_to_another_number_of_ranks() -> None:
+def test_copies_are_dropped_if_the_number_of_ranks_changes() -> None:
     _, copies = filled("fp32")
     copies.prepare(RANKS)
     assert copies.holdings() == [Holding(1, Version(0, 2))]

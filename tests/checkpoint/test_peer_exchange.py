@@ -1,4 +1,4 @@
-"""State goes to a neighbour while the next step is computed, and comes back after a loss: three ranks as threads."""
+"""Each rank copies its state to a neighbour during the next step, and gets it back after a loss. Ranks are threads."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def with_ranks(work: Callable[..., Any], state: StateFormat = "fp32", offload: Offload = "none") -> list[Any]:
-    """Call `work(model, sharded, optimizer)` on each of three ranks that know which of them are alive."""
+    """Call `work(model, sharded, optimizer)` on each of three ranks that watch each other."""
 
-    def of_rank(rank: int, room: Room) -> Any:
+    def run_rank(rank: int, room: Room) -> Any:
         model, sharded, optimizer = simulated(rank, room)
         if (state, offload) != ("fp32", "none"):
             optimizer = ShardedAdamW(sharded, 0.05, state=state, offload=offload)
@@ -44,7 +44,7 @@ def with_ranks(work: Callable[..., Any], state: StateFormat = "fp32", offload: O
         liveness.leave()
         return result
 
-    return run_ranks(RANKS, of_rank)
+    return run_ranks(RANKS, run_rank)
 
 
 def tensors_of(shards: Any) -> list[Tensor]:
@@ -52,9 +52,7 @@ def tensors_of(shards: Any) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(("state", "offload"), [("fp32", "none"), ("int8", "none"), ("fp32", "host")])
-def test_a_lost_rank_gets_its_state_back_and_the_next_step_gives_the_same_bits(
-    state: StateFormat, offload: Offload
-) -> None:
+def test_a_restored_rank_takes_the_next_step_with_the_same_bits(state: StateFormat, offload: Offload) -> None:
     def work(model: Net, sharded: ShardedModel, optimizer: ShardedAdamW) -> None:
         rank = sharded.world.rank
         copies = PeerCopies()
@@ -64,41 +62,41 @@ def test_a_lost_rank_gets_its_state_back_and_the_next_step_gives_the_same_bits(
             exchange.start_copy(number, {"cursor": 10 * number + rank})
         exchange.wait_briefly()
         sharded.gather()
-        wanted = values(model), tensors_of(optimizer.state.shards)
+        expected = values(model), tensors_of(optimizer.state.shards)
         one_step(model, sharded, optimizer, 3)
         sharded.gather()
-        wanted_next = values(model)
+        expected_next = values(model)
         exchange.close()
-        if rank == LOST:  # what a new process has
+        if rank == LOST:  # like a new process
             copies = PeerCopies()
             for tensor in (*optimizer.masters, optimizer.updates):
                 tensor.fill_(7.0)
             optimizer.steps = 0
 
-        bring_back(sharded, copies)
+        restore_copies(sharded, copies)
         exchange = PeerExchange(sharded, optimizer, copies)
         copy, state_of_rank_0 = exchange.find(Version(0, 2))
         exchange.load(copy)
         assert copy.metadata["state"] == {"cursor": 20 + rank}
         assert state_of_rank_0 == {"cursor": 20}
-        assert same(values(model), wanted[0])
-        assert all(map(torch.equal, tensors_of(optimizer.state.shards), wanted[1]))
+        assert same(values(model), expected[0])
+        assert all(map(torch.equal, tensors_of(optimizer.state.shards), expected[1]))
         one_step(model, sharded, optimizer, 3)
         sharded.gather()
-        assert same(values(model), wanted_next)
+        assert same(values(model), expected_next)
         exchange.close()
 
     with_ranks(work, state, offload)
 
 
-def bring_back(sharded: ShardedModel, copies: PeerCopies) -> None:
-    """What a run does in its next attempt: the ranks say what they hold, and copies go to where they are missing."""
+def restore_copies(sharded: ShardedModel, copies: PeerCopies) -> None:
+    """Do what the next attempt of a run does: ranks report their copies and send them to where they are missing."""
     rank = sharded.world.rank
     copies.prepare(RANKS)
-    mine = json.dumps([(one.owner, one.version.step) for one in copies.holdings()])
+    holdings_text = json.dumps([(one.owner, one.version.step) for one in copies.holdings()])
     holdings = {}
-    for other, text in enumerate(sharded.collectives.all_gather_text(mine)):
-        holdings[other] = [Holding(owner, Version(0, step)) for owner, step in json.loads(text)]
+    for holder, text in enumerate(sharded.collectives.all_gather_text(holdings_text)):
+        holdings[holder] = [Holding(owner, Version(0, step)) for owner, step in json.loads(text)]
     recovery = choose_recovery(RANKS, holdings)
     assert recovery is not None
     assert recovery.version == Version(0, 2)
@@ -108,7 +106,7 @@ def bring_back(sharded: ShardedModel, copies: PeerCopies) -> None:
     assert {one.owner for one in copies.holdings()} == {rank, (rank - 1) % RANKS}
 
 
-def test_an_update_waits_for_the_copy_of_what_it_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_update_waits_for_the_copy_of_the_state_it_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     def work(model: Net, sharded: ShardedModel, optimizer: ShardedAdamW) -> bool:
         exchange = PeerExchange(sharded, optimizer, PeerCopies())
         one_step(model, sharded, optimizer, 0)
@@ -125,32 +123,32 @@ def test_an_update_waits_for_the_copy_of_what_it_changes(monkeypatch: pytest.Mon
         one_step(model, sharded, optimizer, 1)
         exchange.wait_briefly()
         copy, _ = exchange.find(Version(0, 0))
-        kept = tensors_of(copy.shards)
-        assert all(map(torch.equal, kept, before))
+        copied = tensors_of(copy.shards)
+        assert all(map(torch.equal, copied, before))
         exchange.close()
-        return all(map(torch.equal, kept, tensors_of(optimizer.state.shards)))
+        return all(map(torch.equal, copied, tensors_of(optimizer.state.shards)))
 
     unchanged = with_ranks(work)
     assert not all(unchanged)  # the last rank has nothing but padding
 
 
-def test_a_checkpoint_is_written_from_the_copy_which_stays_until_it_is_written() -> None:
+def test_a_copy_stays_until_its_checkpoint_is_written() -> None:
     def work(model: Net, sharded: ShardedModel, optimizer: ShardedAdamW) -> None:
         exchange = PeerExchange(sharded, optimizer, PeerCopies())
         one_step(model, sharded, optimizer, 0)
-        assert exchange.snapshot(0) is None  # nothing is kept yet
+        assert exchange.snapshot(0) is None  # nothing is copied yet
         exchange.start_copy(0, {})
         sharded.gather()
-        found, wanted = exchange.snapshot(0), take_snapshot(sharded, optimizer)
-        assert found is not None
-        assert (found.parts, found.header) == (wanted.parts, wanted.header)
-        assert same(found.shard, wanted.shard)
-        assert same(found.unsharded, wanted.unsharded)
+        snapshot, expected = exchange.snapshot(0), take_snapshot(sharded, optimizer)
+        assert snapshot is not None
+        assert (snapshot.parts, snapshot.header) == (expected.parts, expected.header)
+        assert same(snapshot.shard, expected.shard)
+        assert same(snapshot.unsharded, expected.unsharded)
         for number in (1, 2):
             one_step(model, sharded, optimizer, number)
             if number == 2:
-                assert same(found.shard, wanted.shard)  # although the next state was kept
-                found.release()
+                assert same(snapshot.shard, expected.shard)  # although the next state was copied
+                snapshot.release()
             exchange.start_copy(number, {})
         assert exchange.snapshot(0) is None
         exchange.close()

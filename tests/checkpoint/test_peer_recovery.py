@@ -1,7 +1,7 @@
 """`checkpoint.peers`: ranks are killed in every phase, new processes take their places, and no step is taken twice.
 
-Each rank goes on in its process after another one was lost, as it does on a cluster. The disk has no checkpoint from
-which the run could go on, unless a test is about that.
+As on a cluster, ranks that lose another one continue in their processes. There is no checkpoint to resume from, unless
+a test is about the disk.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ __all__ = ["folder"]
 
 LIMIT = 600.0  # seconds for a run, on a busy machine
 ON_CLUSTER = "cluster={engine: ray, gpus_per_node: 0, ranks_per_node: 3}"
-Doom = tuple[int, str, int]  # rank, phase, at which entry into it in this attempt
+Kill = tuple[int, str, int]  # of a rank, in a phase, at which entry into it in this attempt
 
 
-def rank_main(rank: int, number: int, port: int, file: str, dooms: list[Doom], together: bool) -> None:
+def rank_main(rank: int, number: int, port: int, file: str, kills: list[Kill], together: bool) -> None:
     """One rank from the attempt `number` on, for as long as others are lost."""
     torch.set_num_threads(1)
     peer_exchange._BRIEF_SECONDS = LIMIT  # a busy machine is slow to send even a small state
@@ -48,7 +48,7 @@ def rank_main(rank: int, number: int, port: int, file: str, dooms: list[Doom], t
     log = os.open(notes / f"log{rank}.{number}", os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    carry_out(dooms, notes, together)
+    patch_phases(kills, notes, together)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     warm_worker = WarmWorker("abc")
     while True:
@@ -68,18 +68,18 @@ def note_step(notes: Path, step: int) -> None:
         file.write(f"{step}\n")
 
 
-def carry_out(dooms: list[Doom], notes: Path, together: bool) -> None:
-    """Kill this process when its time has come, `together` with the rank after it."""
+def patch_phases(kills: list[Kill], notes: Path, together: bool) -> None:
+    """Kill this process where `kills` says so, `together` with the rank after it."""
     entries: Counter[tuple[int, str]] = Counter()
     enter_phase = Liveness.enter_phase
 
     def enter(self: Liveness, phase: str) -> None:
         enter_phase(self, phase)
-        if self.attempt >= len(dooms):
+        if self.attempt >= len(kills):
             return
-        rank, when, entry = dooms[self.attempt]
+        rank, doomed_phase, entry = kills[self.attempt]
         entries[self.attempt, phase] += 1
-        if (rank, when) == (self.rank, phase) and entries[self.attempt, phase] == entry:
+        if (rank, doomed_phase) == (self.rank, phase) and entries[self.attempt, phase] == entry:
             (notes / f"killed{self.attempt}").touch()
             if together:
                 os.kill(int((notes / f"pid{rank + 1}").read_text()), signal.SIGKILL)
@@ -88,19 +88,19 @@ def carry_out(dooms: list[Doom], notes: Path, together: bool) -> None:
     Liveness.enter_phase = enter  # type: ignore[method-assign]
 
 
-def run(folder: Path, name: str, dooms: list[Doom], *overrides: str, together: bool = False) -> Path:
-    """The folder of a run that goes on until all its steps are taken, whoever dies."""
+def run(folder: Path, name: str, kills: list[Kill], *overrides: str, together: bool = False) -> Path:
+    """Run until all steps are taken, whichever ranks are killed. Returns the folder of the run."""
     home = folder / name
     notes = home / "notes"
     notes.mkdir(parents=True)
-    config = prepared(folder, home / "run", *overrides)
+    config = make_config(folder, home / "run", *overrides)
     file = home / "config.yaml"
     file.write_text(to_yaml(config))
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = mp.get_context("forkserver")
 
     def start(rank: int, number: int) -> BaseProcess:
-        arguments = (rank, number, store.port, str(file), dooms, together)
+        arguments = (rank, number, store.port, str(file), kills, together)
         process = context.Process(target=rank_main, args=arguments, daemon=True)
         process.start()
         return process
@@ -108,22 +108,22 @@ def run(folder: Path, name: str, dooms: list[Doom], *overrides: str, together: b
     ranks = {rank: start(rank, 0) for rank in range(RANKS)}
     deadline = time.monotonic() + LIMIT
     while any(process.exitcode != 0 for process in ranks.values()):
-        assert time.monotonic() < deadline, said(notes)
+        assert time.monotonic() < deadline, logs_of(notes)
         for rank, process in ranks.items():
             if process.exitcode == -signal.SIGKILL:
                 ranks[rank] = start(rank, len(list(notes.glob("killed*"))))
-            assert process.exitcode in (None, 0, -signal.SIGKILL), said(notes)
+            assert process.exitcode in (None, 0, -signal.SIGKILL), logs_of(notes)
         time.sleep(0.05)
-    assert len(list(notes.glob("killed*"))) == len(dooms)
+    assert len(list(notes.glob("killed*"))) == len(kills)
     return home / "run"
 
 
-def prepared(folder: Path, output: Path, *overrides: str) -> Config:
-    given = [f"output={output}", "data.validation=null", "ranks={timeout: 300, heartbeat_timeout: 200}"]
-    return config_of(folder, *given, "graph.impl=none", "checkpoint.every=100", *overrides, text=CONFIG)
+def make_config(folder: Path, output: Path, *overrides: str) -> Config:
+    common = [f"output={output}", "data.validation=null", "ranks={timeout: 300, heartbeat_timeout: 200}"]
+    return config_of(folder, *common, "graph.impl=none", "checkpoint.every=100", *overrides, text=CONFIG)
 
 
-def said(notes: Path) -> str:
+def logs_of(notes: Path) -> str:
     return "".join(f"-- {path.name}\n{path.read_text()}" for path in sorted(notes.glob("log*")))
 
 
@@ -139,7 +139,7 @@ def starts_of(output: Path) -> list[dict[str, Any]]:
 @pytest.mark.multi
 @pytest.mark.timeout(1500)
 def test_a_lost_rank_costs_no_step(folder: Path) -> None:
-    dooms = [
+    kills = [
         (1, "generate", 3),
         (0, "train", 1),
         (2, "reward", 2),
@@ -151,25 +151,25 @@ def test_a_lost_rank_costs_no_step(folder: Path) -> None:
         (2, "save", 1),  # of the last step
     ]
     undisturbed = run(folder, "undisturbed", [])
-    peers = run(folder, "peers", dooms, ON_CLUSTER, "checkpoint.peers=1")
+    peers = run(folder, "peers", kills, ON_CLUSTER, "checkpoint.peers=1")
     assert_same(undisturbed, peers)
-    assert steps_of(peers) == steps_of(undisturbed) == list(range(12)), said(peers.with_name("notes"))
-    went_on = sorted(start["first_step"] for start in starts_of(peers))
-    assert went_on[0] == 0
-    assert went_on[-1] == 12
+    assert steps_of(peers) == steps_of(undisturbed) == list(range(12)), logs_of(peers.with_name("notes"))
+    first_steps = sorted(start["first_step"] for start in starts_of(peers))
+    assert first_steps[0] == 0
+    assert first_steps[-1] == 12
 
 
 @pytest.mark.slow
 @pytest.mark.multi
 @pytest.mark.timeout(1500)
 def test_two_neighbours_lost_at_once_are_restored_from_the_disk(folder: Path) -> None:
-    """The state of rank 1 was in the memory of ranks 1 and 2. The step that was taken since the save is repeated."""
+    """The state of rank 1 was in the memory of ranks 1 and 2. The step after the last save is repeated."""
     settings = ["checkpoint.every=2", "optimizer.state=int8"]
     undisturbed = run(folder, "undisturbed", [], *settings)
-    dooms = [(1, "generate", 4), (1, "train", 2)]
-    disk = run(folder, "disk", dooms[:1], *settings, ON_CLUSTER, "checkpoint.peers=1", together=True)
+    kills = [(1, "generate", 4), (1, "train", 2)]
+    disk = run(folder, "disk", kills[:1], *settings, ON_CLUSTER, "checkpoint.peers=1", together=True)
     assert_same(undisturbed, disk)
     assert steps_of(disk) == [0, 1, 2, *range(2, 12)]
-    peers = run(folder, "peers", dooms, *settings, ON_CLUSTER, "checkpoint.peers=1")
+    peers = run(folder, "peers", kills, *settings, ON_CLUSTER, "checkpoint.peers=1")
     assert_same(undisturbed, peers)
     assert steps_of(peers) == list(range(12))

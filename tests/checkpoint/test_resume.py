@@ -63,7 +63,7 @@ def test_a_broken_checkpoint_beside_a_whole_one_is_skipped() -> None:
         ("auto", RunFolder(FOLDER, broken={saved(0).path: CheckpointError("torn")}), "no whole checkpoint.*: torn"),
     ],
 )
-def test_what_cannot_be_started_is_refused(resume: str, folder: RunFolder, message: str) -> None:
+def test_a_start_that_contradicts_the_folder_is_refused(resume: str, folder: RunFolder, message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         decide(folder, resume)
 
@@ -72,7 +72,7 @@ def test_what_cannot_be_started_is_refused(resume: str, folder: RunFolder, messa
 @pytest.mark.parametrize("has_model", [False, True])
 @pytest.mark.parametrize("exports", [False, True])
 @pytest.mark.parametrize("steps", [3, 4, 5])
-def test_a_run_is_finished_once_every_step_was_taken_and_everything_was_written(
+def test_a_run_is_finished_after_its_last_step_and_its_last_file(
     has_report: bool, has_model: bool, exports: bool, steps: int
 ) -> None:
     folder = RunFolder(FOLDER, [saved(3)], has_report=has_report, has_model=has_model)
@@ -82,11 +82,11 @@ def test_a_run_is_finished_once_every_step_was_taken_and_everything_was_written(
     )
 
 
-def test_a_scan_finds_what_a_run_leaves(tmp_path: Path) -> None:
+def test_a_scan_lists_checkpoints_and_exports(tmp_path: Path) -> None:
     assert scan_folder(tmp_path) == RunFolder(tmp_path)
     (tmp_path / "checkpoints" / "step_00000003").mkdir(parents=True)
     (tmp_path / "model").mkdir()
-    found = scan_folder(tmp_path)
-    assert found.has_model
-    assert not found.has_report
-    assert list(found.broken) == [tmp_path / "checkpoints" / "step_00000003"]
+    run_folder = scan_folder(tmp_path)
+    assert run_folder.has_model
+    assert not run_folder.has_report
+    assert list(run_folder.broken) == [tmp_path / "checkpoints" / "step_00000003"]

@@ -1,4 +1,4 @@
-"""A rank that is lost at chosen moments, in the process of an actor: killed, stopped, cut off, or with its node."""
+"""A rank worker that is lost at planned moments: killed, stopped, cut off, or lost with its node."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rollgraph.cluster.rank_worker import RankIdentity, RankWorker
 from rollgraph.config import Config
 from rollgraph.parallel.ranks.liveness import Liveness
 
-PLAN = "losses.json"  # beside the output folder: [[rank, phase, how often it is entered before, how], ...]
+PLAN = "losses.json"  # beside the output folder: [[rank, phase, entries before the loss, kind of loss], ...]
 
 
 def read_plan(output: str) -> list[list[Any]]:
@@ -32,7 +32,7 @@ def marks(output: str) -> list[Path]:
 
 
 class LosingWorker(RankWorker):
-    """Carries out the losses of a plan, one after the other, whichever process has the rank by then."""
+    """Loses ranks as planned, one after another, in whichever process has the rank by then."""
 
     def __init__(self, config: Config, identity: RankIdentity, folder: str | None) -> None:
         super().__init__(config, identity, folder)
@@ -42,22 +42,23 @@ class LosingWorker(RankWorker):
 
         def enter(liveness: Liveness, phase: str) -> None:
             enter_phase(liveness, phase)
-            happened = len(marks(config.output))
-            if happened == len(plan):
+            loss_count = len(marks(config.output))
+            if loss_count == len(plan):
                 return
-            rank, when, before, how = plan[happened]
-            if rank == identity.rank and phase == when:
-                counts[happened, phase] += 1
-                if counts[happened, phase] > before:
-                    (Path(config.output).parent / f"loss_{happened:03}").write_text(f"{os.getpid()} {os.getppid()}")
+            rank, loss_phase, before, how = plan[loss_count]
+            if rank == identity.rank and phase == loss_phase:
+                counts[loss_count, phase] += 1
+                if counts[loss_count, phase] > before:
+                    (Path(config.output).parent / f"loss_{loss_count:03}").write_text(f"{os.getpid()} {os.getppid()}")
                     lose(how)
 
         Liveness.enter_phase = enter  # type: ignore[method-assign]
 
 
 def lose(how: str) -> None:
-    """kill: the process; node: the process and its node; cut: the node alone, so that nobody reaches the process; stop:
-    it hangs.
+    """Lose this process (kill), its node too (node), or only the node, so that nobody reaches the process (cut).
+
+    With `stop`, the process hangs.
     """
     sys.stderr.flush()
     if how in ("node", "cut"):

@@ -6,12 +6,12 @@ from typing import Any
 
 from rollgraph.parallel.ranks.stop import restore_termination_handlers
 
-# Ray takes a quarter of a minute to give up a node by default.
+# By default, Ray takes a quarter of a minute to declare a node dead.
 QUICK = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 300, "health_check_failure_threshold": 3}
 
 
 class SimulatedNodes:
-    """`count` nodes with so many CPU cores each, beside a head without any."""
+    """`count` nodes with `cores` CPU cores each, beside a head node without any."""
 
     def __init__(self, count: int, cores: int = 1) -> None:
         from ray.cluster_utils import Cluster

@@ -83,10 +83,10 @@ class SimulatedCluster:
         self.nodes = {f"node{index}": True for index in range(nodes)}
         self.workers: dict[int, SimulatedWorker] = {}
         self.folder = Folder()
-        self.told: list[str] = []
-        self.waited_for: list[tuple[int, ...]] = []
-        self.begun: dict[tuple[int, int], int] = {}  # the worker that began an attempt as a rank
-        self.user_error = ""  # what the next step raises on rank 1
+        self.lines: list[str] = []
+        self.waiting_ranks: list[tuple[int, ...]] = []
+        self.worker_numbers: dict[tuple[int, int], int] = {}  # by attempt and rank
+        self.user_error = ""  # the next step raises it on rank 1
         self.lifecycle = Lifecycle(ranks, TIMEOUTS, max_attempts=max_attempts)
         self.carry_out(self.lifecycle.start(self.now))
 
@@ -99,18 +99,18 @@ class SimulatedCluster:
                     self.workers[order.worker] = SimulatedWorker(order.worker, order.rank)
                 case KillWorker():
                     worker = self.workers[order.worker]
-                    if not worker.cut_off:  # otherwise nobody reaches it, and it lives on
+                    if not worker.cut_off:  # otherwise the kill does not reach it
                         worker.alive = False
                 case ShowLine():
-                    self.told.append(order.text)
+                    self.lines.append(order.text)
                 case ShowWaiting():
                     assert order.ranks
-                    self.waited_for.append(order.ranks)
+                    self.waiting_ranks.append(order.ranks)
                 case StartAttempt() | OpenStore() | AbortAttempt() | StopWorker():
                     self.workers[order.worker].inbox.append(order)
 
     def obey(self, worker: SimulatedWorker) -> None:
-        """The worker carries out its oldest order."""
+        """Let a worker carry out its oldest order."""
         if not worker.inbox or not worker.works or worker.cut_off:
             return
         order = worker.inbox.popleft()
@@ -128,8 +128,8 @@ class SimulatedCluster:
     def _begin(self, worker: SimulatedWorker, order: StartAttempt) -> None:
         assert worker.attempt == 0, "an attempt began on a worker that had not left the one before"
         assert order.attempt > worker.last_attempt, "an attempt began twice"
-        place = (order.attempt, worker.rank)
-        assert self.begun.setdefault(place, worker.number) == worker.number, "two workers have the same rank"
+        key = (order.attempt, worker.rank)
+        assert self.worker_numbers.setdefault(key, worker.number) == worker.number, "two workers have the same rank"
         worker.attempt = worker.last_attempt = order.attempt
         worker.weights = -1
         worker.stopping = False
@@ -138,10 +138,10 @@ class SimulatedCluster:
         worker.outbox.append(WorkerDone(worker.number, worker.attempt, outcome))
         worker.attempt = 0
 
-    # -- what happens ------------------------------------------------------------------------------
+    # -- events ------------------------------------------------------------------------------------
 
     def find_room(self) -> None:
-        """Workers that wait are placed, one on each node."""
+        """Place waiting workers, one on each free node."""
         for worker in self.workers.values():
             used = {other.node for other in self.workers.values() if other.alive}
             free = [node for node, alive in self.nodes.items() if alive and node not in used]
@@ -150,7 +150,7 @@ class SimulatedCluster:
                 worker.outbox.append(WorkerPlaced(worker.number, free[0]))
 
     def deliver(self, worker: SimulatedWorker) -> None:
-        """The driver hears the oldest news of a worker."""
+        """Deliver the oldest event of a worker to the driver."""
         if worker.cut_off or not worker.outbox:
             return
         self.carry_out(self.lifecycle.handle(worker.outbox.popleft(), self.now))
@@ -165,7 +165,7 @@ class SimulatedCluster:
             worker.outbox.append(WorkerLost(worker.number, "killed"))
 
     def cut_off(self, worker: SimulatedWorker) -> None:
-        """The network to a worker breaks. The driver is told that it is lost; the worker does not know."""
+        """Break the network to a worker. The driver hears that the worker is lost; the worker does not."""
         if worker.alive and worker.node is not None and not worker.cut_off:
             worker.cut_off = True
             self.carry_out(self.lifecycle.handle(WorkerLost(worker.number, "its node does not answer"), self.now))
@@ -182,16 +182,20 @@ class SimulatedCluster:
 
     def members(self, attempt: int) -> dict[int, SimulatedWorker]:
         """The workers that began an attempt, by rank, whether or not they are still in it."""
-        return {rank: self.workers[number] for (found, rank), number in self.begun.items() if found == attempt}
+        return {
+            rank: self.workers[number]
+            for (started_attempt, rank), number in self.worker_numbers.items()
+            if started_attempt == attempt
+        }
 
     def take_step(self, attempt: int) -> None:
-        """The ranks of an attempt reach a collective: a set-up, a step, or the end."""
+        """Let the ranks of an attempt reach a collective: set-up, a step, or the end."""
         members = self.members(attempt)
         inside = {rank: worker for rank, worker in members.items() if worker.attempt == attempt and worker.works}
         if len(inside) < self.ranks:
             missing = min(set(range(self.ranks)) - set(inside))
-            gone = members.get(missing)
-            if gone is not None and not (gone.works and gone.attempt == attempt):
+            lost = members.get(missing)
+            if lost is not None and not (lost.works and lost.attempt == attempt):
                 for worker in inside.values():
                     self._end(worker, Outcome("lost", f"rank {missing} disappeared", lost_rank=missing))
             return
@@ -220,8 +224,8 @@ class SimulatedCluster:
         first.outbox.append(WorkerAlive(first.number, attempt, first.weights))
 
     def write_late(self, worker: SimulatedWorker) -> bool:
-        """A rank 0 that was cut off inside a save finishes it, and then stands still. Whether anything was written."""
-        if worker.rank != 0 or not 0 <= worker.weights < self.steps or worker.hung:  # after the last step none is saved
+        """Let a rank 0 that was cut off during a save finish it and hang. Returns whether it wrote anything."""
+        if worker.rank != 0 or not 0 <= worker.weights < self.steps or worker.hung:  # no save follows the last step
             return False
         worker.hung = True
         return self.folder.save(worker.last_attempt, worker.weights + 1)
@@ -233,7 +237,7 @@ class SimulatedCluster:
         return self.lifecycle.phase is Phase.OVER
 
     def run_undisturbed(self, rounds: int = 400) -> None:
-        """Everything that can happen by itself happens, fairly, until the run is over."""
+        """Let all workers act in turn, without further losses, until the run is over."""
         while len([node for node, alive in self.nodes.items() if alive]) < 3 * self.ranks:
             self.nodes[f"spare{len(self.nodes)}"] = True
         for _ in range(rounds):

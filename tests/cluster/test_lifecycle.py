@@ -17,7 +17,7 @@ from tests.cluster.simulated_cluster import TIMEOUTS, SimulatedCluster, Simulate
 RANKS, NODES, STEPS = 3, 4, 6
 
 
-def started(**options: Any) -> SimulatedCluster:
+def start_run(**options: Any) -> SimulatedCluster:
     """A run whose first attempt has taken two steps."""
     cluster = SimulatedCluster(RANKS, NODES, STEPS, **options)
     advance_to(cluster, 2)
@@ -41,8 +41,8 @@ def worker_of(cluster: SimulatedCluster, rank: int) -> SimulatedWorker:
 
 
 @pytest.mark.parametrize("rank", range(RANKS))
-def test_survivors_stay_and_only_the_lost_rank_is_placed_anew(rank: int) -> None:
-    cluster = started()
+def test_only_the_lost_rank_gets_a_new_worker(rank: int) -> None:
+    cluster = start_run()
     before = [slot.worker for slot in cluster.lifecycle.slots]
     cluster.kill(worker_of(cluster, rank))
     cluster.run_undisturbed()
@@ -50,21 +50,21 @@ def test_survivors_stay_and_only_the_lost_rank_is_placed_anew(rank: int) -> None
     assert [old == new for old, new in zip(before, after, strict=True)] == [other != rank for other in range(RANKS)]
     assert cluster.lifecycle.code == 0
     assert cluster.folder.writers == [1, 1, 2, 2, 2, 2]
-    assert f"rank {rank} on node{rank} was lost: killed" in cluster.told
+    assert f"rank {rank} on node{rank} was lost: killed" in cluster.lines
 
 
-def test_a_rank_that_hangs_is_replaced_once_the_others_miss_it() -> None:
-    cluster = started()
+def test_a_hung_rank_is_replaced_once_the_others_report_it() -> None:
+    cluster = start_run()
     hung = worker_of(cluster, 1)
     hung.hung = True
     cluster.run_undisturbed()
     assert not hung.alive
     assert cluster.folder.saved == STEPS
-    assert cluster.now < TIMEOUTS.heartbeat  # the others named it, so that its silence was not waited for
+    assert cluster.now < TIMEOUTS.heartbeat  # the others reported it before its heartbeat timed out
 
 
-def test_without_a_spare_node_the_run_waits_and_says_for_which_rank() -> None:
-    cluster = started()
+def test_a_run_without_a_spare_node_waits_and_names_the_rank() -> None:
+    cluster = start_run()
     cluster.nodes["node3"] = False
     cluster.lose_node("node1")
     for _ in range(100):
@@ -75,14 +75,14 @@ def test_without_a_spare_node_the_run_waits_and_says_for_which_rank() -> None:
         cluster.find_room()
         cluster.pass_time(1.0)
     assert cluster.lifecycle.phase is Phase.PLACING
-    assert set(cluster.waited_for) == {(1,)}
-    assert len(cluster.waited_for) >= 5
+    assert set(cluster.waiting_ranks) == {(1,)}
+    assert len(cluster.waiting_ranks) >= 5
     cluster.run_undisturbed()
     assert cluster.folder.saved == STEPS
 
 
-def test_an_error_of_the_user_ends_the_run_and_names_its_rank_rather_than_the_echoes() -> None:
-    cluster = started()
+def test_a_user_error_ends_the_run_and_names_the_rank_that_raised_it() -> None:
+    cluster = start_run()
     cluster.user_error = "reward.functions: no such file"
     cluster.run_undisturbed()
     assert cluster.lifecycle.code == 2
@@ -90,7 +90,7 @@ def test_an_error_of_the_user_ends_the_run_and_names_its_rank_rather_than_the_ec
     assert cluster.lifecycle.attempt == 1
 
 
-def test_a_run_that_never_gets_to_a_step_gives_up() -> None:
+def test_a_run_that_never_finishes_a_step_gives_up() -> None:
     cluster = SimulatedCluster(RANKS, NODES, STEPS, max_attempts=3)
     for _ in range(100):
         cluster.find_room()
@@ -119,8 +119,8 @@ def test_a_worker_that_cannot_be_started_ends_the_run_with_the_reason() -> None:
     assert "killed" in cluster.lifecycle.verdict
 
 
-def test_a_rank_0_that_was_cut_off_in_a_save_cannot_finish_it_in_a_newer_attempt() -> None:
-    cluster = started()
+def test_a_rank_0_cut_off_during_a_save_cannot_finish_it_later() -> None:
+    cluster = start_run()
     old = worker_of(cluster, 0)
     cluster.cut_off(old)
     advance_to(cluster, 3)
@@ -132,7 +132,7 @@ def test_a_rank_0_that_was_cut_off_in_a_save_cannot_finish_it_in_a_newer_attempt
 
 @pytest.mark.parametrize("moment", [0, 1])
 def test_a_request_to_stop_ends_the_run_saved(moment: int) -> None:
-    cluster = started() if moment else SimulatedCluster(RANKS, NODES, STEPS)
+    cluster = start_run() if moment else SimulatedCluster(RANKS, NODES, STEPS)
     cluster.carry_out(cluster.lifecycle.stop(cluster.now))
     cluster.run_undisturbed()
     assert cluster.lifecycle.code == 0
@@ -141,7 +141,7 @@ def test_a_request_to_stop_ends_the_run_saved(moment: int) -> None:
 
 
 class RandomLosses(RuleBasedStateMachine):
-    """Messages, losses and time in any order."""
+    """Events, losses and time in any order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -169,8 +169,8 @@ class RandomLosses(RuleBasedStateMachine):
         self.cluster.take_step(self.cluster.lifecycle.attempt - back)
 
     @rule(rounds=st.integers(1, 6))
-    def go_on(self, rounds: int) -> None:
-        """Several things that go well, so that long runs get somewhere."""
+    def advance(self, rounds: int) -> None:
+        """Let several rounds go well, so that long runs make progress."""
         for _ in range(rounds):
             self.cluster.find_room()
             for worker in list(self.cluster.workers.values()):

@@ -1,5 +1,4 @@
-"""Whole runs on a Ray cluster of simulated nodes: ranks and nodes are lost at every moment, and the result is the same
-bit for bit.
+"""Whole runs on a Ray cluster of simulated nodes: ranks and nodes are lost in every phase, and no bit changes.
 
 ROLLGRAPH_KILLS sets the number of losses.
 """
@@ -33,8 +32,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.multi]
 
 RANKS = 3
 LOSSES = int(os.environ.get("ROLLGRAPH_KILLS", "6"))
-# In the order in which they come: a rank, the phase, how often it enters that before, and what happens to it. Ten each
-# come in one run. Ranks load and capture before there is a checkpoint, and after they were lost themselves.
+# In order, ten in each run: a rank, its phase, how often it enters that phase before, and the kind of loss. Ranks load
+# and capture before there is a checkpoint, and after they were lost themselves.
 ALL_LOSSES = [
     [1, "load model", 0, "kill"],
     [0, "capture", 0, "kill"],
@@ -70,7 +69,7 @@ ALL_LOSSES = [
 
 
 class Watcher(ProgressDisplay):
-    """Remembers what a driver shows, and when."""
+    """Records the notes and steps that a driver shows."""
 
     def __init__(self, on_note: Callable[[str], None] = lambda text: None) -> None:
         self.notes: list[str] = []
@@ -98,7 +97,7 @@ def nodes() -> Iterator[SimulatedNodes]:
 def make_config(nodes: SimulatedNodes, folder: Path, *overrides: str) -> Config:
     folder.mkdir(parents=True, exist_ok=True)
     write_inputs(folder)
-    given = [
+    settings = [
         "data.validation=null",
         "ranks.heartbeat_timeout=20",
         "ranks.timeout=200",
@@ -108,7 +107,7 @@ def make_config(nodes: SimulatedNodes, folder: Path, *overrides: str) -> Config:
         "cluster.gpus_per_node=0",
         "cluster.attempts=50",
     ]
-    return config_of(folder, *given, *overrides, text=CONFIG)
+    return config_of(folder, *settings, *overrides, text=CONFIG)
 
 
 def run(config: Config, watcher: Watcher, plan: list[list[Any]] | None = None, **options: Any) -> ClusterOutcome:
@@ -126,7 +125,7 @@ def undisturbed(nodes: SimulatedNodes, tmp_path_factory: pytest.TempPathFactory)
 
 
 def test_ray_leaves_sigterm_and_print_as_they_were(nodes: SimulatedNodes) -> None:
-    """Its handler would end a run unsaved, and its `print` would be named in place of what called it."""
+    """Ray's handler would end a run unsaved, and its `print` would be named instead of the caller."""
     before = signal.getsignal(signal.SIGTERM), builtins.print
     with ray_connection(nodes.address, "cluster.engine: ray") as connection:
         assert signal.getsignal(signal.SIGTERM) is before[0]
@@ -147,7 +146,7 @@ def test_ranks_and_nodes_are_lost_in_every_phase(nodes: SimulatedNodes, tmp_path
         assert_same_run(undisturbed, Path(config.output), STEPS - 1)
 
 
-def test_survivors_capture_nothing_and_a_rank_that_hangs_is_named(
+def test_survivors_capture_nothing_and_a_hung_rank_is_named(
     nodes: SimulatedNodes, tmp_path: Path, undisturbed: Path
 ) -> None:
     config = make_config(nodes, tmp_path, "log.verbose=true")
@@ -159,15 +158,15 @@ def test_survivors_capture_nothing_and_a_rank_that_hangs_is_named(
     assert_same_run(undisturbed, Path(config.output), STEPS - 1)
 
 
-def test_a_rank_0_that_nobody_reaches_cannot_write(nodes: SimulatedNodes, tmp_path: Path, undisturbed: Path) -> None:
-    """Its node is gone for Ray, but the process lives on with the folder's lock."""
+def test_an_unreachable_rank_0_cannot_write(nodes: SimulatedNodes, tmp_path: Path, undisturbed: Path) -> None:
+    """Ray has lost its node, but the process lives on and holds the lock of the folder."""
     config = make_config(nodes, tmp_path)
     assert run(config, Watcher(), [[0, "save", 2, "cut"]]) == ClusterOutcome(0, "")
     assert_same_run(undisturbed, Path(config.output), STEPS - 1)
     nodes.add()
 
 
-def test_without_a_spare_node_a_run_waits_says_for_what_and_goes_on(
+def test_a_run_without_a_spare_node_says_so_and_waits_for_one(
     nodes: SimulatedNodes, tmp_path: Path, undisturbed: Path
 ) -> None:
     config = make_config(nodes, tmp_path, "cluster.nodes=3")
@@ -184,7 +183,7 @@ def test_without_a_spare_node_a_run_waits_says_for_what_and_goes_on(
     nodes.add()
 
 
-def test_an_error_of_the_user_is_told_once_and_not_retried(nodes: SimulatedNodes, tmp_path: Path) -> None:
+def test_a_user_error_is_reported_once_and_not_retried(nodes: SimulatedNodes, tmp_path: Path) -> None:
     config = make_config(nodes, tmp_path)
     (tmp_path / "train.jsonl").write_text('{"no_prompt": 1}\n')
     watcher = Watcher()
@@ -194,7 +193,7 @@ def test_an_error_of_the_user_is_told_once_and_not_retried(nodes: SimulatedNodes
     assert not any("was lost" in note for note in watcher.notes)
 
 
-def test_a_request_to_stop_saves_and_the_run_goes_on_later(
+def test_a_request_to_stop_saves_and_the_run_resumes_later(
     nodes: SimulatedNodes, tmp_path: Path, undisturbed: Path
 ) -> None:
     config = make_config(nodes, tmp_path)
@@ -213,9 +212,9 @@ def test_a_request_to_stop_saves_and_the_run_goes_on_later(
     assert_same_run(undisturbed, Path(config.output), STEPS - 1)
 
 
-def test_rewards_from_other_nodes_are_those_of_a_run_on_this_machine(nodes: SimulatedNodes, tmp_path: Path) -> None:
-    there = make_config(nodes, tmp_path / "there", "cluster.nodes=1", "reward.workers=2", "reward.place=cluster")
-    assert run(there, Watcher()) == ClusterOutcome(0, "")
-    here = make_config(nodes, tmp_path / "here", "cluster.engine=none")
-    train(here, ONE)
-    assert_same_run(Path(here.output), Path(there.output), STEPS - 1)
+def test_rewards_on_other_nodes_equal_rewards_on_this_machine(nodes: SimulatedNodes, tmp_path: Path) -> None:
+    remote = make_config(nodes, tmp_path / "remote", "cluster.nodes=1", "reward.workers=2", "reward.place=cluster")
+    assert run(remote, Watcher()) == ClusterOutcome(0, "")
+    local = make_config(nodes, tmp_path / "local", "cluster.engine=none")
+    train(local, ONE)
+    assert_same_run(Path(local.output), Path(remote.output), STEPS - 1)

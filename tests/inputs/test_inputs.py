@@ -1,4 +1,4 @@
-"""Mistakes in a run's inputs are reported before a model is made, and name the configuration key."""
+"""Mistakes in a run's inputs are reported before a model is built, with the configuration key."""
 
 from __future__ import annotations
 
@@ -70,10 +70,10 @@ WRONG: list[tuple[list[str], type[Exception], str]] = [
 
 @pytest.fixture
 def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    def make(*arguments: object) -> None:
-        raise AssertionError("a model was made")
+    def build(*arguments: object) -> None:
+        raise AssertionError("a model was built")
 
-    monkeypatch.setattr("rollgraph.run.setup.make_model", make)
+    monkeypatch.setattr("rollgraph.run.setup.make_model", build)
 
 
 def write_rows(path: Path, *rows: dict[str, str]) -> None:
@@ -82,7 +82,7 @@ def write_rows(path: Path, *rows: dict[str, str]) -> None:
 
 @pytest.mark.usefixtures("no_model")
 @pytest.mark.parametrize(("overrides", "kind", "message"), WRONG, ids=[wrong[2][:40] for wrong in WRONG])
-def test_mistakes_are_reported_before_a_model_is_made(
+def test_mistakes_are_reported_before_a_model_is_built(
     folder: Path, overrides: list[str], kind: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rollgraph.log.metrics._is_installed", lambda package: False)
@@ -96,9 +96,9 @@ def test_mistakes_are_reported_before_a_model_is_made(
 
 
 @pytest.mark.usefixtures("no_model")
-def test_right_inputs_get_as_far_as_the_model(folder: Path) -> None:
+def test_valid_inputs_get_as_far_as_the_model(folder: Path) -> None:
     for overrides in ([], [CALCULATOR % 10], [CALCULATOR % 13, "data.max_prompt_tokens=null"]):
-        with pytest.raises(AssertionError, match="a model was made"):
+        with pytest.raises(AssertionError, match="a model was built"):
             train(config_of(folder, *overrides), ONE)
 
 
@@ -125,16 +125,16 @@ def test_a_tokenizer_with_more_ids_than_the_model_is_refused(folder: Path, no_mo
     message = rf"tokenizer\.path: .*model has ids up to {size - 1}, but .*model\.path .* a vocabulary of {size - 1}"
     with pytest.raises(ValueError, match=message):
         train(with_model(folder, size - 1), ONE)
-    with pytest.raises(AssertionError, match="a model was made"):
+    with pytest.raises(AssertionError, match="a model was built"):
         train(with_model(folder, size + 7), ONE)
 
 
-def test_the_length_of_a_model_folder_counts_like_a_tiny_one(folder: Path, no_model: None) -> None:
+def test_the_length_of_a_model_folder_is_a_limit(folder: Path, no_model: None) -> None:
     with pytest.raises(ConfigError, match=r"rollout\.max_tokens: data\.max_prompt_tokens \(6\) and 11 .* takes\W+16"):
         train(with_model(folder, 300, "rollout.max_tokens=11"), ONE)
 
 
-def test_turns_have_room_for_all_their_tokens(folder: Path) -> None:
+def test_max_length_fits_all_turns_of_an_environment(folder: Path) -> None:
     """Several turns may take more than `rollout.max_tokens`, which limits a single turn."""
     inputs = check_inputs(config_of(folder, CALCULATOR % 9), ONE)
     assert inputs.limits.max_length == 15
@@ -151,7 +151,7 @@ def test_reward_workers_end_if_a_later_check_fails(folder: Path, monkeypatch: py
     assert stopped
 
 
-OWN = """
+JUDGE = """
 from rollgraph.rl.environment import SingleTurn
 
 class Judge(SingleTurn):
@@ -166,23 +166,23 @@ class Judge(SingleTurn):
 
 
 def test_an_environment_may_give_the_rewards(folder: Path) -> None:
-    (folder / "judge.py").write_text(OWN.format(gives=True))
+    (folder / "judge.py").write_text(JUDGE.format(gives=True))
     options = ["reward.functions=[]", f"rollout.environment.name={folder / 'judge.py'}:Judge", "steps=1"]
     run = train(eager_config(folder, *options), ONE)
     (values,) = metrics_of(folder / "run")
     assert 0 < values["reward"] < 1
     assert values["rewards/environment"] == pytest.approx(values["reward"])
     assert not run.inputs.rewards.failures
-    (folder / "mute.py").write_text(OWN.format(gives=False))
+    (folder / "mute.py").write_text(JUDGE.format(gives=False))
     with pytest.raises(ConfigError, match=r"reward\.functions: is empty"):
         train(eager_config(folder, *options, f"rollout.environment.name={folder / 'mute.py'}:Judge"), ONE)
 
 
 def test_rewards_are_added_to_those_of_the_environment(folder: Path) -> None:
-    (folder / "judge.py").write_text(OWN.format(gives=True))
+    (folder / "judge.py").write_text(JUDGE.format(gives=True))
     (folder / "one.py").write_text("def one(completions, **columns):\n    return [1.0] * len(completions)\n")
-    given = f"reward.functions=[{{name: '{folder / 'one.py'}:one', weight: 2.0}}]"
-    train(eager_config(folder, given, f"rollout.environment.name={folder / 'judge.py'}:Judge", "steps=1"), ONE)
+    functions = f"reward.functions=[{{name: '{folder / 'one.py'}:one', weight: 2.0}}]"
+    train(eager_config(folder, functions, f"rollout.environment.name={folder / 'judge.py'}:Judge", "steps=1"), ONE)
     (values,) = metrics_of(folder / "run")
     assert values["reward"] == pytest.approx(2.0 + values["rewards/environment"])
 
@@ -192,6 +192,6 @@ def test_a_resume_with_other_rows_is_refused(folder: Path, monkeypatch: pytest.M
     rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
     rows[7]["prompt"] = "xx?"
     write_rows(folder / "train.jsonl", *rows)
-    monkeypatch.setattr("rollgraph.run.setup.make_model", lambda *arguments: pytest.fail("a model was made"))
+    monkeypatch.setattr("rollgraph.run.setup.make_model", lambda *arguments: pytest.fail("a model was built"))
     with pytest.raises(ChangedConfig, match=r"step_00000000 .*data\.train: the content of .*train\.jsonl has changed"):
         train(eager_config(folder), ONE)

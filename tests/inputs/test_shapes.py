@@ -29,28 +29,28 @@ def limits_of(*overrides: str, ranks: int = 1) -> Limits:
     return make_limits(parse_config(SMALL, overrides), ARCHITECTURE, "cpu", ranks)
 
 
-def largest(*overrides: str, ranks: int = 1) -> int:
+def largest_bucket(*overrides: str, ranks: int = 1) -> int:
     return limits_of(*overrides, ranks=ranks).token_buckets[-1]
 
 
-def test_the_largest_bucket_is_what_a_minibatch_can_fill() -> None:
+def test_the_largest_bucket_holds_the_largest_minibatch() -> None:
     shared = 8 * (16 + 48) + 24 * (1 + 48)  # 8 prompts, each with a sample, and 24 more samples
-    assert shared <= largest() < shared + ROUNDING
-    assert largest() <= 8 * 4 * (16 + 48)
+    assert shared <= largest_bucket() < shared + ROUNDING
+    assert largest_bucket() <= 8 * 4 * (16 + 48)
 
 
 def test_buckets_are_a_half_and_a_quarter_of_the_largest() -> None:
-    whole = largest()
-    assert limits_of().token_buckets == (whole // 4, whole // 2, whole)
+    largest = largest_bucket()
+    assert limits_of().token_buckets == (largest // 4, largest // 2, largest)
 
 
 @pytest.mark.parametrize("overrides", [("algorithm.minibatches=4",), ("data.prompts_per_step=2",)])
 def test_smaller_minibatches_have_smaller_buckets(overrides: tuple[str, ...]) -> None:
-    assert largest(*overrides) < largest() / 2
+    assert largest_bucket(*overrides) < largest_bucket() / 2
 
 
 def test_ranks_divide_a_minibatch() -> None:
-    assert largest(ranks=4) < largest() / 2
+    assert largest_bucket(ranks=4) < largest_bucket() / 2
 
 
 def test_no_bucket_is_too_small_for_the_longest_sequence() -> None:
@@ -59,25 +59,25 @@ def test_no_bucket_is_too_small_for_the_longest_sequence() -> None:
     assert min(limits_of("data.max_prompt_tokens=null").token_buckets) >= 512
 
 
-def test_microbatch_tokens_is_still_a_limit() -> None:
-    assert largest("train.microbatch_tokens=512") == 512
-    assert largest("data.prompts_per_step=4096") == 16384
+def test_microbatch_tokens_limits_the_largest_bucket() -> None:
+    assert largest_bucket("train.microbatch_tokens=512") == 512
+    assert largest_bucket("data.prompts_per_step=4096") == 16384
 
 
-def test_given_buckets_are_left_alone() -> None:
+def test_explicit_buckets_are_kept() -> None:
     assert limits_of("train.token_buckets=[4096, 8192]").token_buckets == (4096, 8192)
 
 
-def test_a_minibatch_of_the_warm_start_fits_too(tmp_path: Path) -> None:
+def test_a_minibatch_of_the_warm_start_fits_the_largest_bucket(tmp_path: Path) -> None:
     warm = f"warm_start={{data: {tmp_path / 'd.jsonl'}, batch_size: 100}}"
-    assert largest(warm) == 100 * (16 + 48)
+    assert largest_bucket(warm) == 100 * (16 + 48)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("minibatches", [1, 2, 5])
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize(("prompt", "completion"), [(16, 48), (60, 4), (1, 20)])
-def test_every_share_of_a_minibatch_is_one_microbatch(
+def test_every_rank_gets_its_share_of_a_minibatch_as_one_microbatch(
     device: str, minibatches: int, ranks: int, prompt: int, completion: int
 ) -> None:
     lengths = (f"data.max_prompt_tokens={prompt}", f"rollout.max_tokens={completion}")
@@ -91,23 +91,23 @@ def test_every_share_of_a_minibatch_is_one_microbatch(
 
 
 def shares(config: Config, prompt: int, completion: int, ranks: int, seed: int) -> list[Sequence[Sample]]:
-    """What each rank trains on in each minibatch, all sequences being as long as allowed."""
-    chosen = random.Random(seed)
+    """The samples of each rank in each minibatch. All sequences are as long as allowed."""
+    generator = random.Random(seed)
     samples = []
     for _ in range(config.data.prompts_per_step):
-        tokens = [chosen.randrange(1000) for _ in range(prompt)]
+        tokens = [generator.randrange(1000) for _ in range(prompt)]
         ones = [1.0] * completion
         samples += [Sample(tokens, [1] * completion, ones, ones, ones)] * config.rollout.samples_per_prompt
-    found: list[Sequence[Sample]] = []
+    rank_samples: list[Sequence[Sample]] = []
     for part in split_minibatches(len(samples), config.algorithm.minibatches, seed):
         ordered = sorted((samples[index] for index in part), key=lambda sample: tuple(sample.prompt))
         bounds = [len(ordered) * rank // ranks for rank in range(ranks + 1)]
-        found += [ordered[bounds[rank] : bounds[rank + 1]] for rank in range(ranks)]
-    return found
+        rank_samples += [ordered[bounds[rank] : bounds[rank + 1]] for rank in range(ranks)]
+    return rank_samples
 
 
-def test_prompts_are_long_if_at_most_half_of_the_tokens_follow_them() -> None:
-    """Four samples of 48 tokens, and 4 + P - 1 tokens before them."""
+def test_half_logits_is_on_if_at_most_half_of_the_tokens_have_logits() -> None:
+    """Four samples have 4 * 48 logit rows, and 4 + P - 1 tokens without logits."""
     assert limits_of("data.max_prompt_tokens=189").half_logits  # 192 of 384
     assert not limits_of("data.max_prompt_tokens=188").half_logits
     assert limits_of(

@@ -20,11 +20,11 @@ from rollgraph.parallel.ranks.liveness import Liveness
 from rollgraph.parallel.ranks.world import World
 
 PATIENCE = 120.0  # seconds until a rank that does not take part is an error
-CHECK_INTERVAL = 0.05  # seconds: a wait checks this often whether it is to end
+CHECK_INTERVAL = 0.05  # seconds between two checks whether a wait must end
 
 
 class Room:
-    """What each rank passed to each collective, by the number of the collective."""
+    """The inputs of each rank to each collective, by the number of the collective."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -93,14 +93,14 @@ class RoomLiveness(Liveness):
 
 
 class RoomStore:
-    """The store of a room, as one rank uses it. `before_looking` is called before it looks for keys of all ranks."""
+    """The store of a room, for one rank. `before_looking` is called before it looks for the keys of all ranks."""
 
     def __init__(self, room: Room, before_looking: Callable[[], None]) -> None:
         self._room = room
         self._before_looking = before_looking
 
     def check(self, keys: list[str]) -> bool:
-        if len(keys) == self._room.size:  # which it waits for
+        if len(keys) == self._room.size:  # the keys that a wait looks for
             self._before_looking()
             self._room.raise_if_failed()
         return self._room.store.check(keys)
@@ -110,7 +110,7 @@ class RoomStore:
 
 
 class RoomCollectives(Collectives):
-    """The collectives of one rank. `before_looking` is that of its store."""
+    """The collectives of one rank. Its store gets `before_looking`."""
 
     def __init__(
         self, room: Room, rank: int, timeout: float = 60.0, before_looking: Callable[[], None] = lambda: None
@@ -131,7 +131,7 @@ class RoomCollectives(Collectives):
         return RoomStore(self._room, self._before_looking)
 
     def enter(self, room: Room) -> None:
-        """Go on in another room, as after a new attempt of all ranks. What is in flight stays in the old one."""
+        """Continue in another room, as in a new attempt of all ranks. Collectives in flight stay in the old one."""
         self._room = room
         self._number = 0
         self.liveness = RoomLiveness(room)
@@ -140,7 +140,7 @@ class RoomCollectives(Collectives):
         assert (world.rank, world.size) == (self._rank, self._room.size)
 
     def fail_at(self, moment: Literal["start", "wait"], after: int) -> None:
-        """Make a collective fail: the one that follows `after` others."""
+        """Make the collective that follows `after` others fail."""
         self._failure = (moment, after)
 
     def fail_no_more(self) -> None:
@@ -164,32 +164,32 @@ class RoomCollectives(Collectives):
         self._room.put(self._rank, number, what, value)
 
         def wait() -> list[Any]:
-            found = self._room.take(number, self.while_waiting)
+            values = self._room.take(number, self.while_waiting)
             self._count_down("wait", what)
-            return found
+            return values
 
         return wait
 
     def gather(self, full: Tensor, shard: Tensor, what: str) -> PendingCollective:
         wait = self._begin(what, shard.clone())
-        found: list[Tensor] = []
+        shards: list[Tensor] = []
 
         def copy_out() -> None:
-            full.copy_(torch.cat(found))
+            full.copy_(torch.cat(shards))
 
-        return PendingCollective(lambda: found.extend(wait()), copy_out)
+        return PendingCollective(lambda: shards.extend(wait()), copy_out)
 
     def reduce(self, gradients: Tensor, shard: Tensor, what: str, *, accumulate: bool = False) -> PendingCollective:
         sent = gradients.clone()
         wait = self._begin(what, sent)
-        found: list[Tensor] = []
+        received: list[Tensor] = []
 
         def check_and_wait() -> None:
             assert torch.equal(gradients, sent), f"the gradients were written during {what}"
-            found.extend(wait())
+            received.extend(wait())
 
         def copy_out() -> None:
-            parts = [part.view(self._room.size, -1)[self._rank] for part in found]
+            parts = [part.view(self._room.size, -1)[self._rank] for part in received]
             sum_in_order(shard, torch.stack(parts), accumulate)
 
         return PendingCollective(check_and_wait, copy_out)
@@ -208,7 +208,7 @@ class RoomCollectives(Collectives):
 
 
 def run_ranks(size: int, function: Callable[[int, Room], Any]) -> list[Any]:
-    """Call `function(rank, room)` on all ranks at once; raise the first error of any of them."""
+    """Call `function(rank, room)` on all ranks at once. Raises the first error of any rank."""
     room = Room(size)
     results: list[Any] = [None] * size
     errors: list[BaseException] = []

@@ -39,36 +39,36 @@ from rollgraph.parallel.ranks.world import World
 RANKS, STEPS = 3, 4
 
 
-def test_the_address_of_a_dead_attempt_is_passed_over() -> None:
-    """`torchrun` starts ranks with the store of those before them, in which the old rank 0 left its address."""
+def test_the_address_of_a_dead_attempt_is_ignored() -> None:
+    """`torchrun` restarts ranks with the same store, in which the old rank 0 left its address."""
     store = dist.HashStore()
     RankServer(2, store, RANK_0, "old", 0).close()
-    new: list[RankServer] = []
+    new_servers: list[RankServer] = []
 
     class LateStore:
         """The new rank 0 publishes its address after the other rank has looked for it."""
 
         def get(self, key: str) -> bytes:
-            found: bytes = store.get(key)
-            if not new:
-                new.append(RankServer(2, store, key, "new", 1))
-            return found
+            address: bytes = store.get(key)
+            if not new_servers:
+                new_servers.append(RankServer(2, store, key, "new", 1))
+            return address
 
     def answer() -> Any:
-        while not new:
+        while not new_servers:
             time.sleep(0.01)
-        return new[0].accept([1])
+        return new_servers[0].accept([1])
 
     with ThreadPoolExecutor(1) as threads:
         accepted = threads.submit(answer)
-        found = connect_to_rank_0(1, LateStore(), RANK_0, 60.0, "here")
+        rank_0 = connect_to_rank_0(1, LateStore(), RANK_0, 60.0, "here")
         rank, node, connection = accepted.result(60)
-    assert (found.token, found.node, found.attempt, rank, node) == (new[0].token, "new", 1, 1, "here")
-    for one in (found.connection, connection, new[0]):
+    assert (rank_0.token, rank_0.node, rank_0.attempt, rank, node) == (new_servers[0].token, "new", 1, 1, "here")
+    for one in (rank_0.connection, connection, new_servers[0]):
         one.close()
 
 
-def test_a_users_error_is_left_for_the_next_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_user_error_makes_later_attempts_refuse_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.HashStore()
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     for error in (RankLost("rank 1 is gone"), RuntimeError("out of memory"), KeyboardInterrupt()):
@@ -84,7 +84,7 @@ def test_a_users_error_is_left_for_the_next_attempt(monkeypatch: pytest.MonkeyPa
     raise_if_refused(store)
 
 
-def test_a_store_of_an_attempt_hides_those_of_others() -> None:
+def test_each_attempt_has_a_store_of_its_own() -> None:
     store = dist.HashStore()
     own_store(store, 0).set("address", "old")
     assert not own_store(store, 1).check(["address"])
@@ -118,10 +118,10 @@ def rank_main(rank: int, number: int, port: int, folder: Path, how: int) -> None
     limits = RanksConfig(timeout=100.0, heartbeat_timeout=10.0 if how == signal.SIGSTOP else 100.0)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
 
-    def joined(number: int) -> World:
+    def join_attempt(number: int) -> World:
         return join(Attempt(number, rank, RANKS, node=f"node-{rank}", store=own_store(store, number)), limits)
 
-    world = joined(number)
+    world = join_attempt(number)
     sharded = ShardedModel(make_model(), world, reduction="ordered", bucket_bytes=64)
     optimizer = ShardedAdamW(sharded, lr=0.1)
     memory = [parameter.data_ptr() for parameter in sharded.model.parameters()]
@@ -138,7 +138,7 @@ def rank_main(rank: int, number: int, port: int, folder: Path, how: int) -> None
             leave(world, error)
             assert time.monotonic() - began < 50, "it waited"
             (folder / f"left{rank}").write_text(str(error))
-        world = joined(1)
+        world = join_attempt(1)
         sharded.rejoin(world)
     load.load(folder / "saved", sharded, optimizer)
     take_steps(sharded, optimizer, range(2, STEPS), lambda: None)
@@ -165,20 +165,20 @@ def start(number: int, ranks: range, port: int, folder: Path, how: int) -> list[
 @pytest.mark.slow
 @pytest.mark.multi
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_survivors_go_on_with_a_new_rank_in_the_memory_they_had(tmp_path: Path, how: int) -> None:
+def test_survivors_continue_with_a_new_rank_in_the_same_memory(tmp_path: Path, how: int) -> None:
     """Rank 1 is killed, or stopped, while the others wait for it in a collective. A new process takes its place."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     undisturbed = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     processes = start(0, range(RANKS), store.port, tmp_path, how)
-    others = tmp_path / "others"
-    others.mkdir()
-    processes += start(0, range(RANKS), undisturbed.port, others, 0)
+    reference = tmp_path / "others"
+    reference.mkdir()
+    processes += start(0, range(RANKS), undisturbed.port, reference, 0)
     survivors = [tmp_path / "left0", tmp_path / "left2"]
     deadline = time.monotonic() + 300
     while not all(path.exists() for path in survivors):
         assert time.monotonic() < deadline, [process.exitcode for process in processes]
         time.sleep(0.01)
-    processes[1].kill()  # whoever started a rank that hangs ends it
+    processes[1].kill()  # its launcher ends a rank that hangs
     processes += start(1, range(1, 2), store.port, tmp_path, how)
     for process in processes:
         process.join(300)
@@ -186,5 +186,5 @@ def test_survivors_go_on_with_a_new_rank_in_the_memory_they_had(tmp_path: Path, 
     for path in survivors:
         assert "rank 1 on node-1 (set-up; last operation: " in path.read_text()
     for rank in range(RANKS):
-        wanted, found = torch.load(others / f"undisturbed{rank}.pt"), torch.load(tmp_path / f"after{rank}.pt")
-        assert all(map(torch.equal, wanted, found))
+        expected, result = torch.load(reference / f"undisturbed{rank}.pt"), torch.load(tmp_path / f"after{rank}.pt")
+        assert all(map(torch.equal, expected, result))

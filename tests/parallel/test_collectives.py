@@ -1,4 +1,4 @@
-"""Waiting for a collective: what decides whether it failed is the collective, not a wait that ran out of time."""
+"""Waiting for a collective: a wait that times out does not mean that the collective failed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.parallel.worlds import run_world
 
 
 class CompletesAfterTheWait:
-    """A collective that is never complete while it is waited for in intervals, and always a moment later."""
+    """A collective whose waits with a timeout all time out, and which completes just after."""
 
     def __init__(self, work: Any) -> None:
         self._work = work
@@ -41,7 +41,7 @@ def exchange_names(world: World) -> list[str]:
 
 
 @pytest.mark.multi
-def test_a_collective_that_completes_just_after_a_wait_timed_out_has_not_failed(tmp_path: Path) -> None:
+def test_a_collective_that_completes_after_a_timed_out_wait_has_not_failed(tmp_path: Path) -> None:
     assert run_world(2, tmp_path, exchange_names) == [["rank 0", "rank 1"]] * 2
 
 
@@ -55,11 +55,11 @@ class Failed:
         return True
 
 
-def exchange_in_vain(world: World) -> str:
+def exchange_and_fail(world: World) -> str:
     collectives._all_gather = lambda *arguments, **options: Failed()
-    found = Collectives(world, timeout=1.0)
+    group = Collectives(world, timeout=1.0)
     try:
-        found.all_gather_text("text")
+        group.all_gather_text("text")
     except collectives.CommunicationError as error:
         dist.barrier()
         return str(error)
@@ -68,5 +68,5 @@ def exchange_in_vain(world: World) -> str:
 
 @pytest.mark.multi
 def test_a_collective_that_failed_is_an_error(tmp_path: Path) -> None:
-    for rank, said in enumerate(run_world(2, tmp_path, exchange_in_vain)):
-        assert said == (f"rank {rank}: the exchange of strings failed: all ranks are alive (Connection reset by peer)")
+    for rank, message in enumerate(run_world(2, tmp_path, exchange_and_fail)):
+        assert message == f"rank {rank}: the exchange of strings failed: all ranks are alive (Connection reset by peer)"

@@ -1,4 +1,4 @@
-"""Exit codes: which error gives which, and that the documentation has the same table."""
+"""Exit codes of errors, and their table in the documentation."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ GARBAGE = json.JSONDecodeError("Expecting value", "", 0)
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Exception) else value.name,
 )
-def test_an_error_of_a_person_is_told_from_a_lost_rank_and_from_others(error: Exception, code: ExitCode) -> None:
+def test_user_errors_lost_ranks_and_failures_have_different_codes(error: Exception, code: ExitCode) -> None:
     assert exit_code_of(error) == code
 
 

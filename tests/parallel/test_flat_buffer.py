@@ -27,16 +27,16 @@ def test_the_layout_of_any_parameters(specs: list[ParameterSpec], ranks: int, bu
     plan = plan_buckets(specs, ranks=ranks, bucket_bytes=bucket_bytes)
     placed = [slot.parameter for bucket in plan for slot in bucket.slots]
     assert sorted(p.name for p in placed) == sorted(p.name for p in specs)
-    order = {spec.name: place for place, spec in enumerate(specs)}
+    order = {spec.name: index for index, spec in enumerate(specs)}
     for bucket in plan:
         size = bucket.dtype.itemsize
         assert {(s.parameter.dtype, s.parameter.trainable) for s in bucket.slots} == {(bucket.dtype, bucket.trainable)}
         assert bucket.numel == bucket.shard_numel * ranks
         assert bucket.shard_numel * size % ALIGNMENT == 0
         assert all(slot.start * size % ALIGNMENT == 0 for slot in bucket.slots)
-        for one, other in itertools.pairwise(bucket.slots):
-            assert one.start + one.numel <= other.start  # no overlap
-            assert order[one.parameter.name] > order[other.parameter.name]  # backward reaches the last one first
+        for left, right in itertools.pairwise(bucket.slots):
+            assert left.start + left.numel <= right.start  # no overlap
+            assert order[left.parameter.name] > order[right.parameter.name]  # backward reaches the last one first
         assert bucket.slots[-1].start + bucket.slots[-1].numel <= bucket.numel
         before_last = sum(_round(s.numel * size) for s in bucket.slots[:-1])
         assert before_last < bucket_bytes + ALIGNMENT * len(bucket.slots)  # closed once it is full
@@ -126,16 +126,16 @@ def test_graphs_accumulate_into_the_flat_gradients() -> None:
 
 def test_graphs_survive_loading_and_swapping() -> None:
     model, _, flat = build(300)
-    other = Tied()
+    second = Tied()
     with torch.no_grad():
         graph = capture(lambda ids: model(ids), (IDS,))
-        before, kept = graph(IDS).clone(), flat.snapshot()
-        flat.load(other.state_dict())
-        assert torch.equal(graph(IDS), other(IDS))
-        flat.restore(kept)
+        before, snapshot = graph(IDS).clone(), flat.snapshot()
+        flat.load(second.state_dict())
+        assert torch.equal(graph(IDS), second(IDS))
+        flat.restore(snapshot)
         assert torch.equal(graph(IDS), before)
-        model.load_state_dict(other.state_dict())
-        assert torch.equal(graph(IDS), other(IDS))
+        model.load_state_dict(second.state_dict())
+        assert torch.equal(graph(IDS), second(IDS))
     flat.check()
 
 

@@ -1,4 +1,4 @@
-"""Frozen tensors of layers take turns in the ring with the parameters, and what depends on both is computed anew."""
+"""Frozen tensors pass through the ring with the parameters, and copies of parameters in them are refreshed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WIDTH = 6
 
 
 class Scale(nn.Module):
-    """Nothing here is trained."""
+    """A layer without trained parameters."""
 
     weight: Tensor
 
@@ -41,7 +41,7 @@ class Scale(nn.Module):
 
 
 class Layer(nn.Module):
-    """A frozen matrix, below it a copy of the trained one, and one product with both."""
+    """A frozen matrix with a copy of the trained one below it, and one matmul with both."""
 
     weight: Tensor
 
@@ -65,19 +65,19 @@ def tensors_of(layer: nn.Module) -> dict[str, tuple[Tensor, ...]]:
     return {"both": (layer.both, layer.weight), "scale": (layer.scale.weight,)}
 
 
-def copying(layer: nn.Module) -> Callable[[], object]:
+def make_refresh(layer: nn.Module) -> Callable[[], object]:
     assert isinstance(layer, Layer)
     copy, original = layer.both.data[WIDTH:], layer.trained.data
     return lambda: copy.copy_(original)
 
 
-PARTS = FrozenParts(tensors_of, copying)
+PARTS = FrozenParts(tensors_of, make_refresh)
 
 
 def build() -> nn.Sequential:
     model = nn.Sequential(*(Layer(index) for index in range(LAYERS)))
     for layer in model:
-        copying(layer)()
+        make_refresh(layer)()
     return model
 
 
@@ -101,10 +101,10 @@ class Rank:
         self.sharded.finish_gradients()
         self.optimizer.step()
 
-    def reader(self) -> Any:
-        reader = self.sharded.make_full_model()
+    def full_model(self) -> Any:
+        full_model = self.sharded.make_full_model()
         self.sharded.gather()
-        return reader
+        return full_model
 
 
 def simulated(function: Callable[[Rank], Any], ranks: int = 2, **options: Any) -> list[Any]:
@@ -119,41 +119,39 @@ def reference(ranks: int, steps: int = STEPS) -> nn.Sequential:
     for step in range(steps):
         sums = [torch.zeros_like(parameter) for parameter in trained]
         for rank in range(ranks):
-            found = torch.autograd.grad(model(inputs(step, rank)).square().mean(), trained)
-            for total, gradient in zip(sums, found, strict=True):
+            gradients = torch.autograd.grad(model(inputs(step, rank)).square().mean(), trained)
+            for total, gradient in zip(sums, gradients, strict=True):
                 total.add_(gradient)
         for parameter, total in zip(trained, sums, strict=True):
             parameter.grad = total.div_(ranks)
         optimizer.step()
         for layer in model:
-            copying(layer)()
+            make_refresh(layer)()
     return model
 
 
 @pytest.mark.parametrize(("ranks", "slots", "overlap"), [(2, 2, True), (3, 2, True), (2, 1, True), (3, 3, False)])
-def test_the_bits_are_those_of_one_process(ranks: int, slots: int, overlap: bool) -> None:
-    """In the layers that take turns, and in the full copy."""
-
+def test_the_ring_and_the_full_model_have_the_bits_of_one_process(ranks: int, slots: int, overlap: bool) -> None:
     def run(mine: Rank) -> tuple[dict[str, Tensor], list[Tensor], Tensor, Tensor]:
         for step in range(STEPS):
             mine.step(step)
-        reader = mine.reader()
+        full_model = mine.full_model()
         x = inputs(9, 0)
         with torch.no_grad():
-            return values(reader), [layer.both.clone() for layer in reader], mine.model(x), reader(x)
+            return values(full_model), [layer.both.clone() for layer in full_model], mine.model(x), full_model(x)
 
     expected = reference(ranks)
     options = {"slots": slots, "overlap_gather": overlap, "overlap_reduce": overlap}
-    for parameters, both, output, read in simulated(run, ranks, **options):
+    for parameters, both, output, full_output in simulated(run, ranks, **options):
         assert same(parameters, values(expected))
         assert all(torch.equal(ours, layer.both) for ours, layer in zip(both, expected, strict=True))
         with torch.no_grad():
             assert torch.equal(output, expected(inputs(9, 0)))
-        assert torch.equal(read, output)
+        assert torch.equal(full_output, output)
 
 
-def test_frozen_tensors_have_no_gradients_no_state_and_no_place_in_a_checkpoint(tmp_path: Path) -> None:
-    """A checkpoint of three ranks is loaded by two, and by one that has the frozen tensors whole."""
+def test_frozen_tensors_have_no_gradients_and_no_state_in_checkpoints(tmp_path: Path) -> None:
+    """Three ranks save. Two ranks load it, and one rank, whose frozen tensors are not sharded."""
 
     def begin(mine: Rank) -> Any:
         mine.step(0)
@@ -164,23 +162,23 @@ def test_frozen_tensors_have_no_gradients_no_state_and_no_place_in_a_checkpoint(
         assert {bucket for kind, _, bucket in started if kind == "gather"} == {"0", "1"}
         assert {bucket for kind, _, bucket in started if kind == "reduce"} == {"0"}
         mine.sharded.drop_gradients()
-        return pieces(mine.optimizer), values(mine.reader())
+        return pieces(mine.optimizer), values(mine.full_model())
 
     def go_on(mine: Rank) -> Any:
         load(tmp_path / "0", mine.sharded, mine.optimizer)
-        return pieces(mine.optimizer), values(mine.reader())
+        return pieces(mine.optimizer), values(mine.full_model())
 
     begun = simulated(begin, ranks=3)
-    state, weights = join(own for own, _ in begun), begun[0][1]
+    state, weights = join(of_rank for of_rank, _ in begun), begun[0][1]
     assert {name.partition(".")[2] for name, _ in state} == {"trained"}
     for ranks, options in ((2, {}), (2, {"shard": "optimizer"}), (1, {})):
-        found = simulated(go_on, ranks=ranks, **options)
-        assert same(join(own for own, _ in found), state)  # type: ignore[arg-type]
-        assert all(same(there, weights) for _, there in found)
+        results = simulated(go_on, ranks=ranks, **options)
+        assert same(join(of_rank for of_rank, _ in results), state)  # type: ignore[arg-type]
+        assert all(same(loaded, weights) for _, loaded in results)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_a_rank_holds_what_is_planned(ranks: int) -> None:
+def test_a_rank_holds_the_planned_memory(ranks: int) -> None:
     def run(mine: Rank) -> tuple[int, int]:
         mine.step(0)
         flat = mine.sharded.flat
@@ -188,8 +186,8 @@ def test_a_rank_holds_what_is_planned(ranks: int) -> None:
         tensors += [bucket.resident for bucket in (*flat.buckets, *flat.frozen_buckets)]
         tensors += [flat.gradient_memory, *(t for shard in mine.optimizer.state.shards for t in shard.values())]
         held = storages(tensors)
-        reader: Any = mine.sharded.make_full_model()
-        copied = [*reader.parameters(), *reader.buffers(), *(layer.both for layer in reader)]
+        full_model: Any = mine.sharded.make_full_model()
+        copied = [*full_model.parameters(), *full_model.buffers(), *(layer.both for layer in full_model)]
         return held, storages([*tensors, *copied]) - held
 
     with torch.device("meta"):
@@ -209,18 +207,18 @@ def test_a_rank_holds_what_is_planned(ranks: int) -> None:
         assert copied == plan.full_nbytes
 
 
-# -- what must not run ------------------------------------------------------------------------------
+# -- refusals ---------------------------------------------------------------------------------------
 
 
 def test_a_module_without_parameters_does_not_read_another_layer() -> None:
-    """By its hook a layer is gathered; while hooks are paused, the module refuses to run."""
+    """The hook of a layer gathers it. While hooks are paused, the module refuses to run."""
 
     def run(mine: Rank) -> None:
         x = inputs(0, 0)
         expected = [layer.scale(x) for layer in build()]
         with torch.no_grad():
-            for layer, wanted in zip(mine.layers, expected, strict=True):
-                assert torch.equal(layer.scale(x), wanted)
+            for layer, output in zip(mine.layers, expected, strict=True):
+                assert torch.equal(layer.scale(x), output)
             with (
                 mine.sharded.paused(gather=False),
                 pytest.raises(StaleWeights, match="slot 0 holds layer 4, not layer 2"),
@@ -232,12 +230,12 @@ def test_a_module_without_parameters_does_not_read_another_layer() -> None:
     simulated(run)
 
 
-def test_a_layer_that_was_not_made_complete_does_not_run() -> None:
-    """What is computed after a gather is a part of it: if it fails, the layer is not there."""
+def test_a_layer_whose_refresh_failed_does_not_run() -> None:
+    """The refresh is part of a gather: if it fails, the slot does not hold the layer."""
 
     def run(mine: Rank) -> None:
         ring = ring_of(mine.sharded)
-        works = ring.units[2].refresh
+        refresh = ring.units[2].refresh
 
         def fail() -> None:
             raise ArithmeticError("made to fail")
@@ -248,7 +246,7 @@ def test_a_layer_that_was_not_made_complete_does_not_run() -> None:
             with pytest.raises(ArithmeticError):
                 mine.loss(0)
             assert "slot 0 holds nothing, not layer 2" in str(ring.unready_reason(ring.units[2]))
-            ring.units[2].refresh = works
+            ring.units[2].refresh = refresh
             assert torch.equal(mine.loss(0), expected)
 
     simulated(run)
@@ -274,7 +272,7 @@ def test_a_tensor_that_left_its_slot_is_noticed() -> None:
     simulated(run)
 
 
-def test_what_cannot_be_divided_is_refused() -> None:
+def test_frozen_tensors_that_cannot_be_sharded_are_refused() -> None:
     with pytest.raises(ValueError, match="layer 0: it is not contiguous"):
         frozen_specs({"layer 0: it": [torch.zeros(4, 4).t()]})
 
@@ -289,28 +287,28 @@ def write_and_fail(sharded: ShardedModel, tensor: Tensor) -> None:
         raise ArithmeticError
 
 
-def test_what_is_written_to_the_full_copy_is_kept_by_shards() -> None:
+def test_writes_to_the_full_model_reach_the_shards() -> None:
     def run(mine: Rank) -> None:
-        reader = mine.reader()
-        before = values(reader)
+        full_model = mine.full_model()
+        before = values(full_model)
         mine.sharded.invalidate_full_parameters()  # something else used its memory
-        reader[3].both.fill_(7.0)
-        reader[3].trained.fill_(7.0)
+        full_model[3].both.fill_(7.0)
+        full_model[3].trained.fill_(7.0)
         with mine.sharded.writing_full_model(), torch.no_grad():
-            reader[2].weight.mul_(2)
+            full_model[2].weight.mul_(2)
         assert mine.sharded.stale() is None
-        assert same(values(reader), before)
+        assert same(values(full_model), before)
         x = inputs(0, 0)
         expected = build()
         with torch.no_grad():
             expected[2].weight.mul_(2)
             assert torch.equal(mine.model(x), expected(x))
-            assert torch.equal(reader(x), expected(x))
+            assert torch.equal(full_model(x), expected(x))
         with pytest.raises(ArithmeticError):
-            write_and_fail(mine.sharded, reader[2].weight)
+            write_and_fail(mine.sharded, full_model[2].weight)
         assert "do not hold" in str(mine.sharded.stale())
         mine.sharded.gather()
         with torch.no_grad():
-            assert torch.equal(reader(x), expected(x))
+            assert torch.equal(full_model(x), expected(x))
 
     simulated(run)

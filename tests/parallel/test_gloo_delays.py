@@ -1,15 +1,15 @@
 """The model of communication against real messages of gloo, over links that the test makes slow.
 
-Two kinds of links, for there is no way to delay a packet without being root:
+There are two kinds of links, because only root can delay packets:
 
 - *Paced*: the collectives are gloo's own, and the kernel limits how fast each connection sends (SO_MAX_PACING_RATE).
   This shows that the bytes that the model counts are those that pass over the busiest link. It has no latency.
-- *Delayed*: the messages are gloo's, and rings and trees are made of them here. Whoever receives a message waits until
-  it would have arrived: a latency after it was sent, and no earlier than the link's bandwidth allows. This shows that
-  rounds add up as the model says, over links of two kinds, too. It says nothing about what algorithm a library takes.
+- *Delayed*: the messages are gloo's, and rings and trees are built from them here. A receiver waits until its message
+  would have arrived: a latency after it was sent, and no earlier than the link's bandwidth allows. This shows that
+  rounds add up as the model says, over links of two kinds, too. It does not say which algorithm a library chooses.
 
 The delays are far longer than everything else, so the prediction is a lower bound on any machine, because no message
-can be early. That it is not far too low is asserted of the fastest of some repetitions, with a wide margin.
+can be early. The fastest of several repetitions shows, with a wide margin, that the prediction is not far too low.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def fastest(spans: list[list[Span]]) -> float:
 
 
 def measure(kind: str, work: Callable[[], Any]) -> list[Span]:
-    """When the work began and ended here, by the clock that all processes of a machine share."""
+    """The start and end of each repetition, by the clock that all processes of a machine share."""
     spans = []
     for _ in range(REPETITIONS[kind]):
         dist.barrier()
@@ -64,7 +64,7 @@ def measure(kind: str, work: Callable[[], Any]) -> list[Span]:
 
 def pace_connections(rate: int) -> int:
     """Limit how fast this process sends over each of its TCP connections; returns how many there are."""
-    found = 0
+    count = 0
     for name in os.listdir("/proc/self/fd"):
         try:
             if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
@@ -74,10 +74,10 @@ def pace_connections(rate: int) -> int:
                     continue
                 connection.getpeername()  # one that listens has none
                 connection.setsockopt(socket.SOL_SOCKET, PACING, rate)
-                found += 1
+                count += 1
         except OSError:
             continue
-    return found
+    return count
 
 
 def can_pace() -> bool:
@@ -104,7 +104,7 @@ def can_pace() -> bool:
 def run_paced(world: World, nbytes: int) -> dict[str, Any]:
     whole = torch.ones(world.size, nbytes // 4 // world.size)
     part, parts = torch.ones(whole.shape[1]), list(whole)
-    dist.all_gather(parts, part)  # everybody is connected
+    dist.all_gather(parts, part)  # connects all ranks
     dist.all_reduce(whole)
     return {
         "connections": pace_connections(RATE),
@@ -121,15 +121,15 @@ def test_collectives_of_gloo_take_as_long_as_their_busiest_link(tmp_path: Path) 
     network = Network(Link(RATE, 0.0), Link(RATE, 0.0))
     sums = {}
     for size in (2, 4):
-        found = run_world(size, tmp_path, run_paced, nbytes)
-        assert [rank for rank in found if isinstance(rank, str)] == []
-        assert [rank["connections"] >= size - 1 for rank in found] == [True] * size
+        results = run_world(size, tmp_path, run_paced, nbytes)
+        assert [rank for rank in results if isinstance(rank, str)] == []
+        assert [rank["connections"] >= size - 1 for rank in results] == [True] * size
         group = RankGroup(size, 1, network)
         predicted = {"gather": group.all_gather(nbytes), "sum": group.all_reduce(nbytes, "ring")}
         for name, expected in predicted.items():
-            measured = fastest([rank[name] for rank in found])
+            measured = fastest([rank[name] for rank in results])
             assert expected - BURST / RATE <= measured <= MARGIN * expected, name
-        sums[size] = fastest([rank["sum"] for rank in found])
+        sums[size] = fastest([rank["sum"] for rank in results])
     # The whole sum passes over each link between two ranks, and one and a half times as much over one of four.
     assert 1.5 / RATIO_MARGIN < sums[4] / sums[2] < 1.5 * RATIO_MARGIN
 
@@ -144,7 +144,7 @@ class DelayedLinks:
         self.rank, self.ranks = world.rank, world.size
         self.per_node = world.size // nodes
         self.network = network
-        self._free: dict[int, float] = {}  # when the link from a rank has delivered what was sent before
+        self._free: dict[int, float] = {}  # when the link from a rank is free again
 
     def exchange(self, mine: Tensor, to: int, theirs: Tensor, source: int) -> None:
         """Send one tensor of doubles, and receive another."""
@@ -163,7 +163,7 @@ class DelayedLinks:
         sending.wait()
 
     def gather_around(self, whole: Tensor) -> None:
-        """A ring: in each round, every rank sends on what it received last. `whole` is [ranks, elements]."""
+        """A ring: in each round, every rank passes on the row that it received last. `whole` is [ranks, elements]."""
         after, before = (self.rank + 1) % self.ranks, (self.rank - 1) % self.ranks
         for number in range(self.ranks - 1):
             sent, received = (self.rank - number) % self.ranks, (self.rank - number - 1) % self.ranks
@@ -191,11 +191,11 @@ class DelayedLinks:
 
     @staticmethod
     def _doubled(first: int, end: int) -> list[int]:
-        found = []
+        distances = []
         while first < end:
-            found.append(first)
+            distances.append(first)
             first *= 2
-        return found
+        return distances
 
 
 def run_delayed(world: World, nodes: int, network: Network, elements: int) -> dict[str, list[Span]]:

@@ -51,7 +51,7 @@ def test_an_aborted_step_can_be_dropped() -> None:
     assert torch.equal(gradient, twin.head.weight.grad)
 
 
-def uneven(world: World) -> Any:
+def train_unevenly(world: World) -> Any:
     """Train such that a layer in the middle gets no gradient on rank 1."""
     model = build()
     sharded = ShardedModel(model, world, bucket_bytes=400, reduction="ordered")
@@ -70,7 +70,7 @@ def uneven(world: World) -> Any:
 
 @pytest.mark.multi
 def test_a_gradient_that_is_missing_on_one_rank_counts_as_zero(tmp_path: Path) -> None:
-    first, second = run_world(2, tmp_path, uneven)
+    first, second = run_world(2, tmp_path, train_unevenly)
     assert not isinstance(first, str), first
     assert not isinstance(second, str), second
     assert all(torch.equal(p, q) for p, q in zip(first, second, strict=True))

@@ -1,4 +1,4 @@
-"""Gradients that are added to their buffers as they arrive: the same bits, and few of them alive at once."""
+"""Gradients are added to their buffers as they arrive, with the same bits, and few are alive at once."""
 
 from __future__ import annotations
 
@@ -40,24 +40,24 @@ class Tied(nn.Module):
 
 
 class Lifetimes(TorchDispatchMode):
-    """How many of the gradients that are added to `buffers` are alive at once, whenever an operation runs."""
+    """Counts, at each operation, how many of the gradients that are added to `buffers` are alive."""
 
     def __init__(self, buffers: list[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._addresses = {buffer.data_ptr() for buffer in buffers}
-        self._made: dict[int, StorageWeakRef] = {}
-        self._alive: list[set[int]] = []  # at each operation, the storages made by then that are in use
+        self._storages: dict[int, StorageWeakRef] = {}
+        self._alive: list[set[int]] = []  # at each operation, the storages in use
         self._gradients: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for tensor in (result,) if isinstance(result, Tensor) else ():
             storage = tensor.untyped_storage()
-            if storage._cdata not in self._made:  # its reference keeps the key from being used again
-                self._made[storage._cdata] = StorageWeakRef(storage)
+            if storage._cdata not in self._storages:  # its reference keeps the key from being used again
+                self._storages[storage._cdata] = StorageWeakRef(storage)
         if func is torch.ops.aten.add_.Tensor and args[0].data_ptr() in self._addresses:
             self._gradients.add(args[1].untyped_storage()._cdata)
-        self._alive.append({key for key, reference in self._made.items() if not reference.expired()})
+        self._alive.append({key for key, reference in self._storages.items() if not reference.expired()})
         return result
 
     @property
@@ -70,18 +70,18 @@ def make_buffers(model: nn.Module) -> dict[Tensor, Tensor]:
     return {parameter: torch.zeros(parameter.shape) for parameter in model.parameters()}
 
 
-def all_at_once(loss: Tensor, buffers: dict[Tensor, Tensor]) -> None:
+def add_all_at_once(loss: Tensor, buffers: dict[Tensor, Tensor]) -> None:
     for buffer, gradient in zip(buffers.values(), torch.autograd.grad(loss, list(buffers)), strict=True):
         buffer.add_(gradient)
 
 
 @pytest.mark.parametrize("backend", ["eager", "tape"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gradients_have_the_bits_of_autograds_and_few_are_alive_at_once(backend: Any, dtype: torch.dtype) -> None:
+def test_gradients_have_the_bits_of_autograd_and_few_are_alive_at_once(backend: Any, dtype: torch.dtype) -> None:
     model = Tied().to(dtype)
-    found: list[list[Tensor]] = []
+    sums: list[list[Tensor]] = []
     most: list[int] = []
-    for add in (add_gradients, all_at_once):
+    for add in (add_gradients, add_all_at_once):
         buffers = make_buffers(model)
 
         def step(ids: Tensor, add: Callable[..., None] = add, buffers: dict[Tensor, Tensor] = buffers) -> None:
@@ -94,13 +94,13 @@ def test_gradients_have_the_bits_of_autograds_and_few_are_alive_at_once(backend:
             lifetimes = Lifetimes(list(buffers.values()))
             with lifetimes:
                 graph(ids)
-        found.append(list(buffers.values()))
+        sums.append(list(buffers.values()))
         most.append(lifetimes.most)
         assert all(parameter.grad is None and not parameter._backward_hooks for parameter in model.parameters())
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
-    assert found[0][0].abs().max() > 0
+    assert all(torch.equal(one, other) for one, other in zip(*sums, strict=True))
+    assert sums[0][0].abs().max() > 0
     assert most[0] <= 4  # of one layer, and of the embedding
-    assert most[1] == len(found[1])  # the measure sees them all if they come all at once
+    assert most[1] == len(sums[1])  # they are all alive if autograd returns them at once
 
 
 def test_a_backward_that_fails_leaves_no_hook() -> None:
@@ -113,7 +113,7 @@ def test_a_backward_that_fails_leaves_no_hook() -> None:
 
 
 def test_a_hook_on_a_parameter_sees_its_gradient_and_may_change_it() -> None:
-    """So no product may add that gradient to its buffer by itself."""
+    """So no GEMM may add that gradient to its buffer itself."""
     model = Tied()
     plain = make_buffers(model)
     add_gradients(model(torch.arange(5)), plain)
@@ -131,7 +131,7 @@ def test_a_hook_on_a_parameter_sees_its_gradient_and_may_change_it() -> None:
 
 
 class Recomputed(nn.Module):
-    """A linear layer whose product the backward pass computes again."""
+    """A linear layer that the backward pass recomputes."""
 
     def __init__(self, linear: nn.Module) -> None:
         super().__init__()
@@ -145,8 +145,8 @@ class Recomputed(nn.Module):
 @pytest.mark.gpu
 @pytest.mark.parametrize("recomputed", [False, True])
 @pytest.mark.parametrize("way", ["eager", "whole step", "callable"])
-def test_a_product_adds_the_gradients_of_its_weight_and_bias_in_fp32(way: str, recomputed: bool) -> None:
-    """A gradient that is rounded to bf16 before it is added would be a thousand times as far from the right one."""
+def test_a_gemm_adds_the_gradients_of_weight_and_bias_in_fp32(way: str, recomputed: bool) -> None:
+    """Rounding a gradient to bf16 before it is added would make the error a thousand times as large."""
     torch.manual_seed(0)
     linear = Linear(48, 32, bias=True).to("cuda", torch.bfloat16)
     module = Recomputed(linear) if recomputed else linear
@@ -168,11 +168,11 @@ def test_a_product_adds_the_gradients_of_its_weight_and_bias_in_fp32(way: str, r
 
     for x in inputs:
         run(x)
-    right = upstream.double().t() @ sum(x.double() for x in inputs)
-    error = (buffers[linear.weight].double() - right).norm() / right.norm()
+    expected = upstream.double().t() @ sum(x.double() for x in inputs)
+    error = (buffers[linear.weight].double() - expected).norm() / expected.norm()
     assert error < 1e-5
-    right = 5 * upstream.double().sum(0)
-    error = (buffers[linear.bias].double() - right).norm() / right.norm()
+    expected = 5 * upstream.double().sum(0)
+    error = (buffers[linear.bias].double() - expected).norm() / expected.norm()
     assert error < 1e-5
     assert direct_sum_of(linear.weight) is None
     assert direct_sum_of(linear.bias) is None
@@ -180,7 +180,7 @@ def test_a_product_adds_the_gradients_of_its_weight_and_bias_in_fp32(way: str, r
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("recomputed", [False, True])
-def test_a_hook_changes_the_gradient_that_a_product_would_add(recomputed: bool) -> None:
+def test_a_hook_changes_the_gradient_that_a_gemm_would_add(recomputed: bool) -> None:
     linear = Linear(48, 32, bias=True).to("cuda", torch.bfloat16)
     module = Recomputed(linear) if recomputed else linear
     buffers: dict[Tensor, Tensor] = {p: torch.zeros(p.shape, device="cuda") for p in module.parameters()}
@@ -202,10 +202,8 @@ MODELS = {
 @pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize("recomputed", [False, True])
 @pytest.mark.parametrize("architecture", MODELS.values(), ids=MODELS)
-def test_a_model_adds_up_the_gradients_that_autograd_finds(
-    architecture: Architecture, recomputed: bool, captured: bool
-) -> None:
-    """Which autograd rounds to bf16, so they differ by that. The sums have the same bits in each run."""
+def test_a_model_sums_the_gradients_of_autograd(architecture: Architecture, recomputed: bool, captured: bool) -> None:
+    """Autograd rounds its gradients to bf16, so they differ by that much. The sums have the same bits in each run."""
     torch.manual_seed(0)
     model = Decoder(architecture, checkpointing=recomputed).to("cuda", torch.bfloat16)
     cu_seqlens = torch.tensor([0, 40, 170], dtype=torch.int32, device="cuda")
@@ -218,7 +216,7 @@ def test_a_model_adds_up_the_gradients_that_autograd_finds(
         assert isinstance(logprobs, Tensor)
         return logprobs.square().mean()
 
-    found: list[list[Tensor]] = []
+    sums: list[list[Tensor]] = []
     for _ in range(2):
         buffers: dict[Tensor, Tensor] = {p: torch.zeros(p.shape, device="cuda") for p in model.parameters()}
 
@@ -228,10 +226,10 @@ def test_a_model_adds_up_the_gradients_that_autograd_finds(
         run = capture(step, (microbatches[0],), backend="cuda") if captured else step
         for ids in microbatches:
             run(ids)
-        found.append(list(buffers.values()))
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+        sums.append(list(buffers.values()))
+    assert all(torch.equal(one, other) for one, other in zip(*sums, strict=True))
     names = [name for name, _ in model.named_parameters()]
     separate = [torch.autograd.grad(loss_of(ids), list(model.parameters())) for ids in microbatches]
-    for name, total, parts in zip(names, found[0], zip(*separate, strict=True), strict=True):
+    for name, total, parts in zip(names, sums[0], zip(*separate, strict=True), strict=True):
         expected = torch.stack(parts).double().sum(0)
         assert (total.double() - expected).norm() <= 1e-2 * expected.norm(), name

@@ -75,7 +75,7 @@ def test_the_state_table_is_complete_and_idempotent() -> None:
 
 
 class Program(RuleBasedStateMachine):
-    """Any sequence of calls, tree changes and passes, compared with a model that is one flag and a stack."""
+    """Any sequence of calls, tree changes and passes, compared with a reference of one flag and a stack."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class Program(RuleBasedStateMachine):
         self.pool = GraphPool()
 
     def update_expected(self) -> None:
-        """Hooks were registered or removed just now."""
+        """Hooks have just been registered or removed."""
         self.covered = set(leaves(self.tree)) if self.on and not self.stack else set()
         self.seen |= set(leaves(self.tree))
 
@@ -213,12 +213,12 @@ def test_graphs_do_not_disturb_the_hooks_of_a_module() -> None:
 
 
 def test_a_failed_registration_leaves_no_handle() -> None:
-    tree, made = Tree(3), []
+    tree, hooked = Tree(3), []
 
     def choose(name: str, module: nn.Module) -> dict[Any, Any]:
-        if len(made) == 2:
+        if len(hooked) == 2:
             raise ValueError("no hook for this one")
-        made.append(module)
+        hooked.append(module)
         return {"forward_pre": lambda m, args: None}
 
     hooks = HookSet(tree, choose)

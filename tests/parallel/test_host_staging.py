@@ -1,6 +1,6 @@
-"""Collectives through host memory give what direct ones do, whatever happens to their tensors meanwhile.
+"""Staged collectives have the results of direct ones, whatever happens to their tensors meanwhile.
 
-On a CPU the copies are made as on a GPU, so that most of this needs none.
+A CPU makes the same copies as a GPU, so most of these tests need no GPU.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ ENTRIES = 1 << 20  # of a shard: large enough that a copy takes a while
 ROUNDS = 20
 
 
-def place(world: World, device: str, staged: bool) -> World:
+def on_device(world: World, device: str, staged: bool) -> World:
     if device != "cpu":
         torch.cuda.set_device(device)
     return replace(world, device=device, staged=staged)
 
 
-def use_all(alone: World, device: str, staged: bool) -> dict[str, Any]:
+def run_all_collectives(alone: World, device: str, staged: bool) -> dict[str, Any]:
     """The result of each collective."""
-    world = place(alone, device, staged)
-    found: dict[str, Any] = {}
+    world = on_device(alone, device, staged)
+    results: dict[str, Any] = {}
     mine = torch.arange(6.0, device=device) + 10 * world.rank
     for reduction in ("library", "ordered"):
         collectives = Collectives(world, reduction)  # type: ignore[arg-type]
@@ -40,37 +40,37 @@ def use_all(alone: World, device: str, staged: bool) -> dict[str, Any]:
         shard = full[3 * world.rank : 3 * world.rank + 3]
         shard.copy_(mine[:3])
         collectives.gather(full, shard, "gather").complete()
-        found[f"gather {reduction}"] = full.tolist()
+        results[f"gather {reduction}"] = full.tolist()
         for accumulate in (False, True):
             total = torch.full((3,), 0.5, device=device)
-            thirds = (mine.cpu() / 3).to(device)  # a GPU multiplies by 1/3 instead, which rounds otherwise
+            thirds = (mine.cpu() / 3).to(device)  # a GPU multiplies by 1/3 instead, which rounds differently
             collectives.reduce(thirds, total, "reduce", accumulate=accumulate).complete()
-            found[f"reduce {reduction} {accumulate}"] = total.tolist()
-        found[f"sum {reduction}"] = collectives.sum(mine[1]).item()
-        found[f"texts {reduction}"] = collectives.all_gather_text("é" * world.rank)
+            results[f"reduce {reduction} {accumulate}"] = total.tolist()
+        results[f"sum {reduction}"] = collectives.sum(mine[1]).item()
+        results[f"texts {reduction}"] = collectives.all_gather_text("é" * world.rank)
     grid = make_grid(replace(world, liveness=collectives.liveness), 2)
     assert grid.tensor is not None
     row = Collectives(grid.tensor)
     assert row.staged == staged
     for dtype in (torch.float32, torch.bfloat16, torch.int32):
         rows = mine.view(2, 3).to(dtype)
-        found[f"inside {dtype}"] = row.all_gather_in_layer(rows).tolist(), row.all_to_all_in_layer(rows).tolist()
-    return found
+        results[f"inside {dtype}"] = row.all_gather_in_layer(rows).tolist(), row.all_to_all_in_layer(rows).tolist()
+    return results
 
 
 @pytest.mark.multi
-def test_all_collectives_give_what_direct_ones_do(tmp_path: Path) -> None:
-    staged = run_world(2, tmp_path, use_all, "cpu", True)
+def test_staged_collectives_equal_direct_ones(tmp_path: Path) -> None:
+    staged = run_world(2, tmp_path, run_all_collectives, "cpu", True)
     assert isinstance(staged[0], dict), staged[0]
-    assert staged == run_world(2, tmp_path, use_all, "cpu", False)
+    assert staged == run_world(2, tmp_path, run_all_collectives, "cpu", False)
 
 
 @pytest.mark.multi
 @pytest.mark.gpu
-def test_all_collectives_of_one_gpu_give_what_those_of_cpus_do(tmp_path: Path) -> None:
-    staged = run_world(2, tmp_path, use_all, "cuda:0", True, method="spawn")
+def test_staged_collectives_on_one_gpu_equal_those_on_cpus(tmp_path: Path) -> None:
+    staged = run_world(2, tmp_path, run_all_collectives, "cuda:0", True, method="spawn")
     assert isinstance(staged[0], dict), staged[0]
-    assert staged == run_world(2, tmp_path, use_all, "cpu", False)
+    assert staged == run_world(2, tmp_path, run_all_collectives, "cpu", False)
 
 
 def busy(device: str) -> Tensor:
@@ -83,10 +83,10 @@ def busy(device: str) -> Tensor:
 
 
 def overlap(alone: World, device: str) -> list[str]:
-    """What was wrong in many rounds of gathers and reductions with other work between their starts and waits."""
-    world = place(alone, device, True)
+    """The wrong results of many gathers and reductions with other work between their starts and waits."""
+    world = on_device(alone, device, True)
     collectives = Collectives(world, "ordered")
-    other = 1 - world.rank
+    peer = 1 - world.rank
     full = torch.zeros(2 * ENTRIES, device=device)
     shard = full[world.rank * ENTRIES :][:ENTRIES]
     gradients = torch.zeros(2 * ENTRIES, device=device)
@@ -104,14 +104,14 @@ def overlap(alone: World, device: str) -> list[str]:
         gather = collectives.gather(full, shard, f"gather {number}")
         gradients.copy_(product.view(-1)[:1] * (number + world.rank))
         reduction = collectives.reduce(gradients, total, f"reduce {number}")
-        check(f"round {number}: before the wait", full[other * ENTRIES :][:ENTRIES], max(0, 100 * (number - 1) + other))
+        check(f"round {number}: before the wait", full[peer * ENTRIES :][:ENTRIES], max(0, 100 * (number - 1) + peer))
         gather.complete()
-        found = full.clone()
-        full[other * ENTRIES :][:ENTRIES] = float(100 * number + other)
+        gathered = full.clone()
+        full[peer * ENTRIES :][:ENTRIES] = float(100 * number + peer)
         reduction.complete()
         gradients.zero_()
-        check(f"round {number}: gathered", found[other * ENTRIES :][:ENTRIES], 100 * number + other)
-        check(f"round {number}: own", found[world.rank * ENTRIES :][:ENTRIES], 100 * number + world.rank)
+        check(f"round {number}: gathered", gathered[peer * ENTRIES :][:ENTRIES], 100 * number + peer)
+        check(f"round {number}: own", gathered[world.rank * ENTRIES :][:ENTRIES], 100 * number + world.rank)
         check(f"round {number}: reduced", total, 2 * number + 1)
     return wrong
 
@@ -124,7 +124,7 @@ def test_work_between_start_and_wait_changes_nothing(device: str, tmp_path: Path
 
 
 def exchange_captured(alone: World) -> str:
-    collectives = Collectives(place(alone, "cuda:0", True))
+    collectives = Collectives(on_device(alone, "cuda:0", True))
     mine = torch.ones(4, device="cuda:0")
     torch.cuda.synchronize()
     with pytest.raises(RuntimeError) as raised, torch.cuda.graph(torch.cuda.CUDAGraph()):
@@ -135,37 +135,37 @@ def exchange_captured(alone: World) -> str:
 
 @pytest.mark.multi
 @pytest.mark.gpu
-def test_a_cuda_graph_refuses_an_exchange(tmp_path: Path) -> None:
-    for said in run_world(2, tmp_path, exchange_captured, method="spawn"):
-        assert "a CUDA graph cannot contain an exchange through host memory" in said
+def test_a_cuda_graph_refuses_a_staged_collective(tmp_path: Path) -> None:
+    for message in run_world(2, tmp_path, exchange_captured, method="spawn"):
+        assert "a CUDA graph cannot contain an exchange through host memory" in message
 
 
 def refuse_graphs(alone: World) -> list[str]:
     together = Collectives(alone)
-    said = []
+    results = []
     for staged in (True, False):
-        world = replace(place(alone, "cpu", staged), liveness=together.liveness)
+        world = replace(on_device(alone, "cpu", staged), liveness=together.liveness)
         peers = TensorPeers(world, Collectives(world), {})
         for name in ("cuda", "eager"):
             try:
-                said.append(resolve_backend(name, world, peers))  # type: ignore[arg-type]
+                results.append(resolve_backend(name, world, peers))  # type: ignore[arg-type]
             except ValueError as error:
-                said.append(str(error))
+                results.append(str(error))
     together.all_gather_text("all are here")  # before any of them leaves
-    return said
+    return results
 
 
 @pytest.mark.multi
-def test_cuda_graphs_around_exchanges_are_refused(tmp_path: Path) -> None:
+def test_cuda_graphs_around_staged_collectives_are_refused(tmp_path: Path) -> None:
     for refused, *others in run_world(2, tmp_path, refuse_graphs):
         assert refused.endswith("which no CUDA graph can contain: use backend='eager'")
         assert others == ["eager", "cuda", "eager"]
 
 
 def test_a_staged_tensor_is_a_copy() -> None:
-    given, output = torch.arange(4.0), torch.zeros(8)
-    staging = HostStaging(output, given)
-    given.zero_()
+    tensor, output = torch.arange(4.0), torch.zeros(8)
+    staging = HostStaging(output, tensor)
+    tensor.zero_()
     assert staging.input.tolist() == [0, 1, 2, 3]
     staging.output.fill_(7)
     assert not output.any()

@@ -51,7 +51,7 @@ def vanish(rank: Liveness) -> None:
     rank._alarm.ring()
 
 
-def found(rank: Liveness) -> tuple[int | None, str]:
+def loss_of(rank: Liveness) -> tuple[int | None, str]:
     wait_until(lambda: rank.loss is not None)
     assert rank.loss is not None
     return rank.loss.rank, rank.loss.text
@@ -66,7 +66,7 @@ def test_a_rank_that_disappears_is_named_with_its_last_operation() -> None:
         wait_until(lambda: ranks[0]._peers[2].operations == 2 and ranks[0]._peers[2].phase == "generate")
         vanish(ranks[2])
         text = "rank 2 on node-2 (generate; last operation: the second gather) disappeared without notice"
-        assert found(ranks[0]) == found(ranks[1]) == (2, text)
+        assert loss_of(ranks[0]) == loss_of(ranks[1]) == (2, text)
         with pytest.raises(RankLost, match=r"rank 2 on node-2 \(generate") as caught:
             ranks[1].check()
         assert caught.value.lost_rank == 2
@@ -79,16 +79,16 @@ def test_every_other_rank_notices_that_rank_0_disappeared() -> None:
         wait_until(lambda: all(rank._peers[0].operations == 1 for rank in ranks[1:]))
         vanish(ranks[0])
         text = "rank 0 on node-0 (set-up; last operation: the first gather) disappeared without notice"
-        assert found(ranks[1]) == found(ranks[2]) == (0, text)
+        assert loss_of(ranks[1]) == loss_of(ranks[2]) == (0, text)
 
 
 def test_a_rank_that_leaves_because_of_a_loss_is_not_reported_as_lost() -> None:
     with connected(4) as ranks:
         vanish(ranks[2])
-        assert found(ranks[1])[0] == 2
+        assert loss_of(ranks[1])[0] == 2
         ranks[1].leave(RankLost(ranks[1].wait_for_loss()))
         wait_until(lambda: 1 not in ranks[0]._connections)
-        assert found(ranks[0])[0] == found(ranks[3])[0] == 2
+        assert loss_of(ranks[0])[0] == loss_of(ranks[3])[0] == 2
 
 
 @pytest.mark.slow
@@ -114,7 +114,7 @@ def test_a_silent_rank_is_lost_after_the_timeout_and_stuck_processes_end(
     assert ready.wait(60)
     thread.join()
     text = "rank 2 on node-2 (set-up; last operation: startup) has sent no heartbeat for 1 s"
-    assert found(ranks[0]) == found(ranks[1]) == (2, text)
+    assert loss_of(ranks[0]) == loss_of(ranks[1]) == (2, text)
     wait_until(lambda: len(ended) >= 2)  # both, although neither waits for anything
     assert set(ended) == {text}
     for rank in ranks:
@@ -128,7 +128,7 @@ def test_a_rank_that_never_connects_is_named() -> None:
     with ThreadPoolExecutor(2) as threads:
         ranks = list(threads.map(lambda rank: make(rank, 3, store, 2.0, heartbeat_timeout=1.0), range(2)))
     text = "rank 2 did not join within 2 s"
-    assert found(ranks[0]) == found(ranks[1]) == (2, text)
+    assert loss_of(ranks[0]) == loss_of(ranks[1]) == (2, text)
     for rank in ranks:
         rank.close()
 
@@ -140,17 +140,17 @@ def test_a_rank_that_is_alive_but_stuck_is_named() -> None:
         wait_until(lambda: all(peer.operations == 1 for peer in ranks[0]._peers.values()))
         for rank in (ranks[0], ranks[2]):
             rank.report_progress("the second gather")
-        said = ranks[2].report_timeout("the second gather")
+        text = ranks[2].report_timeout("the second gather")
         late = "rank 1 on node-1 (set-up; last operation: the first gather)"
-        assert said == f"{late} did not reach the second gather within 20 s"
-        assert found(ranks[0]) == found(ranks[1]) == (1, said)
+        assert text == f"{late} did not reach the second gather within 20 s"
+        assert loss_of(ranks[0]) == loss_of(ranks[1]) == (1, text)
 
 
 def test_a_failure_while_all_ranks_are_alive_names_no_rank() -> None:
     with connected() as ranks:
         ranks[2].leave(RankLost("rank 2: a gather failed: all ranks are alive (no route to host)"))
         text = "rank 2: a gather failed: all ranks are alive (no route to host)"
-        assert found(ranks[0]) == found(ranks[1]) == (None, text)
+        assert loss_of(ranks[0]) == loss_of(ranks[1]) == (None, text)
 
 
 def test_a_timeout_that_every_rank_reached_names_no_rank() -> None:
@@ -159,7 +159,7 @@ def test_a_timeout_that_every_rank_reached_names_no_rank() -> None:
             rank.report_progress("a gather")
         wait_until(lambda: all(peer.operations == 1 for peer in ranks[0]._peers.values()))
         assert "every rank started it" in ranks[1].report_timeout("a gather")
-        assert found(ranks[0])[0] is None
+        assert loss_of(ranks[0])[0] is None
 
 
 @pytest.mark.parametrize("culprit", [0, 1])
@@ -168,9 +168,9 @@ def test_an_error_on_one_rank_is_reported_to_the_others(culprit: int) -> None:
         ranks[culprit].leave(ValueError("out of cheese"))
         text = f"rank {culprit} on node-{culprit} failed with ValueError: out of cheese"
         for rank in ranks:
-            assert found(rank) == (culprit, text)
+            assert loss_of(rank) == (culprit, text)
             assert rank.loss is not None
-            assert rank.loss.refused  # so all ranks end as with an error of their own
+            assert rank.loss.refused  # so all ranks exit as after a user error
 
 
 def test_all_ranks_leave_and_none_is_lost() -> None:
@@ -197,12 +197,12 @@ def test_the_first_announcement_under_a_key_wins() -> None:
 def test_a_connection_without_the_token_is_refused() -> None:
     with connected() as ranks:
         assert ranks[0]._server is not None
-        for said in (b"", b"GET / HTTP/1.1\r\n\r\n", b'{"token": "", "rank": 1}\n', b"[]\n"):
+        for request in (b"", b"GET / HTTP/1.1\r\n\r\n", b'{"token": "", "rank": 1}\n', b"[]\n"):
             with socket.create_connection(("127.0.0.1", ranks[0]._server.port)) as stranger:
-                stranger.sendall(said)
+                stranger.sendall(request)
                 stranger.shutdown(socket.SHUT_WR)
                 stranger.settimeout(60)
-                with suppress(ConnectionResetError):  # there was more to read when it was closed
+                with suppress(ConnectionResetError):  # it was closed with unread data
                     assert stranger.recv(100) == b""
         assert [rank.loss for rank in ranks] == [None] * 3
 
@@ -219,7 +219,7 @@ def test_a_forked_child_does_not_keep_the_connection_open() -> None:
         os.close(read)
         try:
             vanish(ranks[1])
-            assert found(ranks[0])[0] == 1
+            assert loss_of(ranks[0])[0] == 1
         finally:
             os.close(write)
             os.waitpid(child, 0)

@@ -1,4 +1,4 @@
-"""Verdicts: which rank is lost, given what is known about each one."""
+"""Verdicts: which rank is lost, from the state of each peer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_a_rank_that_has_not_joined_yet_has_more_time() -> None:
     assert report_silent(1, peers[1], 101.0, 100.0).text == "rank 1 did not join within 100 s"
 
 
-def test_a_rank_that_said_goodbye_may_be_silent() -> None:
+def test_a_rank_that_left_may_be_silent() -> None:
     assert (
         find_silent(
             {1: Peer(last_heard=0.0, connected=True, has_left=True)}, 100.0, heartbeat_timeout=5.0, join_timeout=5.0
@@ -37,8 +37,8 @@ def test_a_silent_rank_is_reported_for_no_longer_than_the_timeout() -> None:
 def test_the_ranks_that_are_furthest_behind_are_named() -> None:
     reached = {0: (5, "e"), 1: (3, "c"), 2: (4, "d"), 3: (3, "c")}
     peers = {rank: Peer(0.0, *operation, "train", f"node-{rank}") for rank, operation in reached.items()}
-    named = "rank 1 on node-1 (train; last operation: c), rank 3 on node-3 (train; last operation: c)"
-    text = f"{named} did not reach e within 20 s"
+    stragglers = "rank 1 on node-1 (train; last operation: c), rank 3 on node-3 (train; last operation: c)"
+    text = f"{stragglers} did not reach e within 20 s"
     assert report_stragglers(peers, 5, "e", 20.0) == LossReport(1, text, "node-1", "train")
 
 

@@ -36,13 +36,13 @@ def freeze_and_unfreeze(model: Net) -> None:
 
 @pytest.mark.parametrize("change", [untie, freeze_and_unfreeze])
 @pytest.mark.parametrize("covers", ["enable", "pause", "forward"])
-def test_a_parameter_is_trained_whichever_module_has_it_now(change: Any, covers: str) -> None:
+def test_a_parameter_is_trained_whichever_module_holds_it(change: Any, covers: str) -> None:
     model = build()
     sharded = ShardedModel(model, ALONE)
     if change is freeze_and_unfreeze:
         model.layers.requires_grad_(False)
         with sharded.paused(gather=True):
-            pass  # its end registers the hooks on what is trained
+            pass  # its end registers the hooks of trained parameters
         model.layers.requires_grad_(True)
     else:
         change(model)
@@ -91,11 +91,11 @@ def test_a_replaced_module_gathers_before_it_reads() -> None:
         model.layers[1][0] = nn.Linear(8, 8)
         model.layers[1][0].weight, model.layers[1][0].bias = old.weight, old.bias
         with torch.no_grad():
-            found = model(microbatch(0, 0, 0))
+            output = model(microbatch(0, 0, 0))
         sharded.gather()
         with torch.no_grad():
-            assert torch.equal(found, model(microbatch(0, 0, 0)))
-        return found
+            assert torch.equal(output, model(microbatch(0, 0, 0)))
+        return output
 
     first, *others = run_ranks(3, work)
     assert all(torch.equal(first, other) for other in others)

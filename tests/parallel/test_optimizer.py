@@ -70,13 +70,13 @@ def test_a_captured_update_follows_the_rate_and_the_step_count() -> None:
 
 
 def test_read_shards_makes_loaded_weights_permanent() -> None:
-    model, other = build(), Net()
+    model, loaded = build(), Net()
     sharded = ShardedModel(model, ALONE)
     optimizer = ShardedAdamW(sharded, RATE)
-    sharded.flat.load(other.state_dict())
+    sharded.flat.load(loaded.state_dict())
     optimizer.read_shards()
     optimizer.step()  # on zero gradients
-    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), loaded.parameters(), strict=True))
 
 
 def test_bf16_parameters_have_fp32_masters() -> None:

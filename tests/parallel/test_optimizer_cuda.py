@@ -1,4 +1,4 @@
-"""Optimizer state on a GPU: streams from pinned memory, the memory that was planned, and graphs of an update."""
+"""Optimizer state on a GPU: streaming from pinned memory, planned memory, and graphs of an update."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ def train(training: Training, steps: int) -> None:
 def everything(training: Training) -> dict[str, Tensor]:
     sharded, optimizer = training
     optimizer.state.synchronize()
-    found = {name: parameter.detach() for name, parameter in sharded.model.named_parameters()}
+    tensors = {name: parameter.detach() for name, parameter in sharded.model.named_parameters()}
     for piece in optimizer.parameter_states:
-        found |= {f"{piece.parameter.name} {name}": tensor for name, tensor in piece.fields.items()}
-    return {name: tensor.cpu() for name, tensor in found.items()}
+        tensors |= {f"{piece.parameter.name} {name}": tensor for name, tensor in piece.fields.items()}
+    return {name: tensor.cpu() for name, tensor in tensors.items()}
 
 
 def differences(left: dict[str, Tensor], right: dict[str, Tensor]) -> list[str]:
@@ -57,14 +57,14 @@ def differences(left: dict[str, Tensor], right: dict[str, Tensor]) -> list[str]:
 
 @pytest.mark.parametrize("state", FORMATS)
 def test_streamed_state_has_the_bits_of_resident_state_after_many_steps(state: StateFormat) -> None:
-    found = []
+    states = []
     for offload in ("none", "host"):
         training = make(state, offload)
         assert training[1].masters[0].is_pinned() == (offload == "host")
         assert len(training[1].state.chunks) > STREAM_BUFFERS or offload == "none"
         train(training, 40)
-        found.append(everything(training))
-    assert differences(*found) == []
+        states.append(everything(training))
+    assert differences(*states) == []
 
 
 @pytest.mark.parametrize("offload", ["none", "host"])
@@ -83,8 +83,8 @@ def test_an_update_takes_the_planned_memory(state: StateFormat, offload: Offload
     peak = torch.cuda.max_memory_allocated() - before
     planned = plan.device + plan.streaming
     assert planned <= at_rest <= peak <= 1.01 * planned + 2**20
-    kept = sum(tensor.nbytes for shard in optimizer.state.shards for tensor in shard.values())
-    assert kept == plan.device + plan.host
+    held = sum(tensor.nbytes for shard in optimizer.state.shards for tensor in shard.values())
+    assert held == plan.device + plan.host
 
 
 @pytest.mark.parametrize("state", FORMATS)

@@ -25,17 +25,17 @@ from tests.parallel.lockstep import Room, RoomCollectives, run_ranks
 from tests.parallel.small_net import ALONE
 
 FORMATS: tuple[StateFormat, ...] = ("fp32", "bf16", "int8")
-PLACES: tuple[Offload, ...] = ("none", "host")
+OFFLOADS: tuple[Offload, ...] = ("none", "host")
 RATE = 0.01
 DECAY = 0.1
-EVERY = pytest.mark.parametrize(("state", "offload"), list(itertools.product(FORMATS, PLACES)))
+ALL_STATES = pytest.mark.parametrize(("state", "offload"), list(itertools.product(FORMATS, OFFLOADS)))
 
 Training = tuple[ShardedModel, ShardedAdamW]
 
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that the shards of a small model have many chunks, which begin and end inside parameters."""
+    """Give the shards of a small model many chunks, which begin and end inside parameters."""
     for module in (bucket_plan, optimizer_state):
         monkeypatch.setattr(module, "CHUNK", 2 * BLOCK)
 
@@ -82,11 +82,11 @@ def everything(training: Training) -> dict[str, Tensor]:
     """Parameters, master weights and moments, as bytes."""
     sharded, optimizer = training
     sharded.gather()
-    found = {name: parameter.detach() for name, parameter in sharded.model.named_parameters()}
+    tensors = {name: parameter.detach() for name, parameter in sharded.model.named_parameters()}
     for piece in optimizer.parameter_states:
-        found |= {f"{piece.parameter.name} {piece.start} {name}": tensor for name, tensor in piece.fields.items()}
-    found |= {"updates": optimizer.updates, "skipped": optimizer.skipped}
-    return {name: tensor.flatten().view(torch.uint8).clone() for name, tensor in found.items()}
+        tensors |= {f"{piece.parameter.name} {piece.start} {name}": tensor for name, tensor in piece.fields.items()}
+    tensors |= {"updates": optimizer.updates, "skipped": optimizer.skipped}
+    return {name: tensor.flatten().view(torch.uint8).clone() for name, tensor in tensors.items()}
 
 
 def assert_same(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
@@ -107,8 +107,8 @@ def test_fp32_state_has_the_bits_of_adamw() -> None:
     reference = torch.optim.AdamW(groups, lr=torch.tensor(RATE), fused=True, capturable=True)
     for step in range(3):
         set_gradients(training[0], step)
-        for parameter, own in zip(twin.parameters(), training[0].model.parameters(), strict=True):
-            parameter.grad = training[0].flat.grad_buffers[own].clone()
+        for parameter, sharded_parameter in zip(twin.parameters(), training[0].model.parameters(), strict=True):
+            parameter.grad = training[0].flat.grad_buffers[sharded_parameter].clone()
         training[0].finish_gradients()
         training[1].step()
         reference.step()
@@ -117,19 +117,19 @@ def test_fp32_state_has_the_bits_of_adamw() -> None:
 
 @pytest.mark.parametrize("state", FORMATS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_state_on_the_host_gives_the_same_bits(state: StateFormat, dtype: torch.dtype) -> None:
-    found = []
-    for offload in PLACES:
+def test_state_on_the_host_has_the_same_bits(state: StateFormat, dtype: torch.dtype) -> None:
+    states = []
+    for offload in OFFLOADS:
         training = make(state, offload, dtype=dtype)
         train(training, 5)
-        found.append(everything(training))
+        states.append(everything(training))
     assert len(training[1].state.chunks) > 2 * bucket_plan.STREAM_BUFFERS
-    assert_same(*found)
+    assert_same(*states)
 
 
-@EVERY
+@ALL_STATES
 def test_a_skipped_step_changes_nothing(state: StateFormat, offload: Offload) -> None:
-    """The first one, and one after others: the decision is a tensor that nobody reads."""
+    """The first step, and one after others: the decision is a tensor that the host never reads."""
     training = make(state, offload)
     sharded, optimizer = training
     for steps in (0, 2):
@@ -144,7 +144,7 @@ def test_a_skipped_step_changes_nothing(state: StateFormat, offload: Offload) ->
         assert_same(before, after)
 
 
-@EVERY
+@ALL_STATES
 def test_a_restart_forgets_all_moments(state: StateFormat, offload: Offload) -> None:
     training = make(state, offload)
     train(training, 2)
@@ -207,7 +207,7 @@ def _largest_in_block(values: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(("state", "mantissa"), [("bf16", 7), ("int8", 3)])
-def test_weights_stay_within_what_rounding_allows(state: StateFormat, mantissa: int) -> None:
+def test_weights_stay_within_rounding_bounds(state: StateFormat, mantissa: int) -> None:
     training = make(state)
     train(training, 4)
     exact = make()
@@ -216,15 +216,15 @@ def test_weights_stay_within_what_rounding_allows(state: StateFormat, mantissa: 
     full = dict(exact[0].model.named_parameters())
     for name, parameter in training[0].model.named_parameters():
         assert not torch.equal(parameter, full[name])
-        for found in (parameter, full[name]):
-            weights = found.detach().double().flatten()
+        for trained in (parameter, full[name]):
+            weights = trained.detach().double().flatten()
             assert torch.all((lows[name] <= weights) & (weights <= highs[name])), name
 
 
 # -- checkpoints -----------------------------------------------------------------------------------
 
 
-@EVERY
+@ALL_STATES
 def test_a_checkpoint_resumes_exactly(state: StateFormat, offload: Offload, tmp_path: Path) -> None:
     """With other buckets, from the host to the device and back, and saved in the background."""
     first = make(state, offload)
@@ -233,8 +233,8 @@ def test_a_checkpoint_resumes_exactly(state: StateFormat, offload: Offload, tmp_
     checkpoints.save(2, {})
     train(first, 2)  # waits for the writer if the state is lent to it
     checkpoints.close()
-    for other in PLACES:
-        second = make(state, other, bucket_bytes=10**6)
+    for new_offload in OFFLOADS:
+        second = make(state, new_offload, bucket_bytes=10**6)
         reader = Checkpoints(tmp_path / "run", *second, writes=False)
         latest = reader.latest()
         assert latest is not None
@@ -242,7 +242,7 @@ def test_a_checkpoint_resumes_exactly(state: StateFormat, offload: Offload, tmp_
         train(second, 2)
         if state == "fp32":  # random bits depend on the place of an element in the buckets
             assert_same(everything(first), everything(second))
-        third = make(state, other)
+        third = make(state, new_offload)
         Checkpoints(tmp_path / "run", *third, writes=False).load(latest)
         train(third, 2)
         assert_same(everything(first), everything(third))
@@ -263,8 +263,8 @@ def test_a_checkpoint_of_three_ranks_has_the_same_codes_on_one(state: StateForma
     for piece in alone[1].parameter_states:
         for field in bucket_plan.state_fields(state):
             parts = []
-            for found in saved:
-                for name, tensor in found.items():
+            for tensors in saved:
+                for name, tensor in tensors.items():
                     if name.startswith(f"{piece.parameter.name} ") and name.endswith(f" {field.name}"):
                         parts.append((int(name.split()[1]), tensor))
             together = torch.cat([tensor for _, tensor in sorted(parts, key=lambda part: part[0])])
@@ -273,7 +273,7 @@ def test_a_checkpoint_of_three_ranks_has_the_same_codes_on_one(state: StateForma
 
 @pytest.mark.parametrize("state", ["bf16", "int8"])
 def test_state_of_another_format_is_converted(state: StateFormat, tmp_path: Path) -> None:
-    """To fp32 it is exact, so that back again it has the same codes."""
+    """The conversion to fp32 is exact, so converting back restores the same codes."""
     short = make(state)
     train(short, 3)
     save(tmp_path / "short", *short)
@@ -295,14 +295,14 @@ def test_state_of_another_format_is_converted(state: StateFormat, tmp_path: Path
     assert_same(everything(short), everything(again))
 
 
-def _in_order(training: Training, other: Training) -> list[dict[str, Tensor]]:
+def _in_order(training: Training, target: Training) -> list[dict[str, Tensor]]:
     """The fields of each piece, in the order of another optimizer's pieces."""
     by_name = {piece.parameter.name: piece.fields for piece in training[1].parameter_states}
-    return [by_name[piece.parameter.name] for piece in other[1].parameter_states]
+    return [by_name[piece.parameter.name] for piece in target[1].parameter_states]
 
 
 def test_an_update_waits_until_lent_state_is_written() -> None:
-    """State on the host is written from where it lies: a snapshot holds no second copy of it."""
+    """A snapshot lends state on the host to the writer instead of copying it."""
     training = make("fp32", "host")
     train(training, 1)
     snapshot = take_snapshot(*training)

@@ -28,22 +28,22 @@ def test_an_update_waits_for_the_gathers_in_flight() -> None:
         sharded.gather()
         return values(model)
 
-    found = [run_ranks(3, lambda rank, room, reads=reads: work(rank, room, reads)) for reads in (False, True)]
-    for unread, read in zip(*found, strict=True):
+    results = [run_ranks(3, lambda rank, room, reads=reads: work(rank, room, reads)) for reads in (False, True)]
+    for unread, read in zip(*results, strict=True):
         assert same(unread, read)
-        assert same(unread, found[0][0])
+        assert same(unread, results[0][0])
 
 
 @pytest.mark.parametrize("how", ["load", "restore", "load_state_dict"])
-def test_weights_that_are_loaded_after_a_step_stay(how: str) -> None:
+def test_weights_loaded_after_a_step_stay(how: str) -> None:
     def work(rank: int, room: Room) -> bool:
         model, sharded, optimizer = simulated(rank, room)
-        kept, first = sharded.flat.snapshot(), values(model)
+        snapshot, first = sharded.flat.snapshot(), values(model)
         one_step(model, sharded, optimizer, 0)  # gathers are in flight
         if how == "load":
             sharded.flat.load(first)
         elif how == "restore":
-            sharded.flat.restore(kept)
+            sharded.flat.restore(snapshot)
         else:
             model.load_state_dict(first, strict=False)
         sharded.gather()
@@ -59,8 +59,8 @@ def test_a_snapshot_of_stale_parameters_is_refused() -> None:
         with pytest.raises(StaleWeights, match=r"step 0, the model is at step 1: call gather\(\) first"):
             sharded.flat.snapshot()
         sharded.gather()
-        kept = sharded.flat.snapshot()
-        return all(torch.equal(a, b.parameters) for a, b in zip(kept, sharded.flat.buckets, strict=True))
+        snapshot = sharded.flat.snapshot()
+        return all(torch.equal(a, b.parameters) for a, b in zip(snapshot, sharded.flat.buckets, strict=True))
 
     assert all(run_ranks(3, work))
 

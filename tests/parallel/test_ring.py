@@ -38,7 +38,7 @@ def ring_of(sharded: ShardedModel) -> Ring:
 
 
 class Deep(nn.Module):
-    """Five layers of two sizes, a frozen one and tied ones outside of the layers, and a norm of its own."""
+    """Five layers of three widths; outside of them a frozen layer, tied weights and a scale."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ def build() -> Deep:
 
 
 class Rank:
-    """One of several ranks, with sharded parameters; simulated ones are given a room.
+    """One of several ranks, with sharded parameters; a simulated rank has a room.
 
     A process captures one graph at a time, so only ranks in processes of their own have graphs.
     """
@@ -109,9 +109,9 @@ class Rank:
 
     def values(self) -> dict[str, Tensor]:
         """All parameters, from a full copy."""
-        reader = self.sharded.make_full_model()
+        full_model = self.sharded.make_full_model()
         self.sharded.gather()
-        return values(reader)
+        return values(full_model)
 
     def close(self) -> None:
         self.pool.reset()
@@ -120,7 +120,7 @@ class Rank:
 
 
 def simulated(function: Callable[[Rank], Any], ranks: int = 2, **options: Any) -> list[Any]:
-    """What a function gives on each of several ranks in this process."""
+    """The results of a function on several simulated ranks."""
 
     def run(rank: int, room: Room) -> Any:
         return function(Rank(World(rank, ranks, "cpu"), room, **options))
@@ -141,8 +141,8 @@ def reference(ranks: int, accumulation: int, steps: int = STEPS) -> dict[str, Te
         sums = [torch.zeros_like(p) for p in trained]
         for number in range(accumulation):
             for rank in range(ranks):
-                found = torch.autograd.grad(loss(model, microbatch(step, rank, number)), trained)
-                for total, gradient in zip(sums, found, strict=True):
+                gradients = torch.autograd.grad(loss(model, microbatch(step, rank, number)), trained)
+                for total, gradient in zip(sums, gradients, strict=True):
                     total.add_(gradient)
         for parameter, total in zip(trained, sums, strict=True):
             parameter.grad = total.div_(ranks)
@@ -160,28 +160,26 @@ class Case(NamedTuple):
 def train(mine: Rank, case: Case) -> dict[str, Tensor]:
     for step in range(STEPS):
         mine.step(step, case.accumulation)
-    found = mine.values()
+    weights = mine.values()
     mine.sharded.flat.check()
     if case.backend == "tape":
         report = mine.pool.report()
         assert report.eager_runs == 0
         assert report.replays == LAYERS * STEPS * case.accumulation
     mine.close()
-    return found
+    return weights
 
 
 @pytest.mark.parametrize(
     ("ranks", "accumulation", "slots", "overlap"), [(2, 1, 2, True), (3, 2, 2, True), (2, 3, 1, True), (2, 2, 3, False)]
 )
-def test_ranks_with_shards_give_the_bits_of_one_process(
-    ranks: int, accumulation: int, slots: int, overlap: bool
-) -> None:
+def test_sharded_ranks_have_the_bits_of_one_process(ranks: int, accumulation: int, slots: int, overlap: bool) -> None:
     case = Case(accumulation, slots, overlap, None)
     expected = reference(ranks, accumulation)
-    for found in simulated(
+    for weights in simulated(
         lambda mine: train(mine, case), ranks, slots=slots, overlap_gather=overlap, overlap_reduce=overlap
     ):
-        assert same(found, expected)
+        assert same(weights, expected)
 
 
 CASES = [
@@ -194,19 +192,19 @@ CASES = [
 
 
 def run_cases(world: World) -> tuple[list[dict[str, Tensor]], list[str]]:
-    found = []
+    results = []
     for case in CASES:
         mine = Rank(
             world, slots=case.slots, overlap_gather=case.overlap, overlap_reduce=case.overlap, backend=case.backend
         )
-        found.append(train(mine, case))
-    return found, find_refusals(Rank(world, backend="tape"))
+        results.append(train(mine, case))
+    return results, find_refusals(Rank(world, backend="tape"))
 
 
 def find_refusals(mine: Rank) -> list[str]:
     """Why graphs refuse to run without their hooks.
 
-    `forward` is called directly, so that no hook of a module runs: what is left are those of the graphs.
+    `forward` is called directly, so no hook of a module runs, only the hooks of the graphs.
     """
     x = torch.ones(2, 5, 8, requires_grad=True)
     total = mine.layers[0].forward(x).sum()
@@ -231,12 +229,12 @@ def find_refusals(mine: Rank) -> list[str]:
 
 @pytest.mark.multi
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_graphs_over_gloo_give_the_bits_of_one_process_and_refuse_other_layers(ranks: int, tmp_path: Path) -> None:
+def test_graphs_have_the_bits_of_one_process_and_refuse_other_layers(ranks: int, tmp_path: Path) -> None:
     """Layers 0, 2 and 4 share a slot: without a gather, a graph would read another layer, silently."""
     for result in run_world(ranks, tmp_path, run_cases):
         assert not isinstance(result, str), result
-        found, (forward, backward, gradients) = result
-        for case, weights in zip(CASES, found, strict=True):
+        weights_of_cases, (forward, backward, gradients) = result
+        for case, weights in zip(CASES, weights_of_cases, strict=True):
             with one_thread():
                 expected = reference(ranks, case.accumulation)
             assert same(weights, expected), case
@@ -266,7 +264,7 @@ def test_each_layer_is_gathered_ahead_and_only_if_it_left_its_slot(slots: int, a
     assert simulated(run, slots=slots, overlap_gather=ahead) == [order, order]
 
 
-# -- what must not run ------------------------------------------------------------------------------
+# -- refusals ---------------------------------------------------------------------------------------
 
 
 def test_a_backward_without_a_second_gather_is_refused() -> None:
@@ -287,7 +285,7 @@ def test_a_backward_without_a_second_gather_is_refused() -> None:
         assert "slot 0 holds layer 4, not layer 2" in reason
 
 
-def test_the_backward_of_a_forward_before_the_optimizers_step_raises() -> None:
+def test_a_backward_across_an_optimizer_step_raises() -> None:
     def run(mine: Rank) -> None:
         early = mine.loss(7)
         mine.step(0)
@@ -298,7 +296,7 @@ def test_the_backward_of_a_forward_before_the_optimizers_step_raises() -> None:
     simulated(run)
 
 
-def test_during_a_pause_a_layer_that_is_not_in_its_slot_does_not_run() -> None:
+def test_a_layer_outside_its_slot_does_not_run_during_a_pause() -> None:
     def run(mine: Rank) -> None:
         with torch.no_grad():
             mine.loss(0)
@@ -309,7 +307,7 @@ def test_during_a_pause_a_layer_that_is_not_in_its_slot_does_not_run() -> None:
     simulated(run)
 
 
-def test_gradients_that_were_made_during_a_pause_are_refused() -> None:
+def test_gradients_computed_during_a_pause_are_refused() -> None:
     def run(mine: Rank) -> None:
         with torch.no_grad():
             mine.loss(0)
@@ -325,7 +323,7 @@ def test_gradients_that_were_made_during_a_pause_are_refused() -> None:
     simulated(run)
 
 
-def test_shards_are_not_read_or_written_as_a_whole_model() -> None:
+def test_sharded_parameters_are_not_read_or_written_as_a_full_model() -> None:
     def run(mine: Rank) -> None:
         with pytest.raises(StaleWeights, match="make_full_model"):
             mine.model.state_dict()
@@ -345,9 +343,9 @@ def test_a_write_to_a_layer_in_its_slot_is_not_lost_silently() -> None:
             mine.layers[4][0].weight.mul_(2)
             with pytest.raises(RuntimeError, match="a parameter of layer 4 was written, and the write is lost"):
                 mine.loss(0)
-            found = mine.loss(0)
-            reader = mine.sharded.make_full_model()
-            assert torch.equal(found, loss(reader, microbatch(0, mine.rank, 0)))
+            output = mine.loss(0)
+            full_model = mine.sharded.make_full_model()
+            assert torch.equal(output, loss(full_model, microbatch(0, mine.rank, 0)))
         mine.loss(1).backward()
         mine.sharded.finish_gradients()
         with torch.no_grad():
@@ -359,32 +357,32 @@ def test_a_write_to_a_layer_in_its_slot_is_not_lost_silently() -> None:
     simulated(run)
 
 
-# -- steps that are not finished --------------------------------------------------------------------
+# -- aborted steps ----------------------------------------------------------------------------------
 
 
 def fail(*_: Any) -> None:
     raise ArithmeticError("made to fail")
 
 
-@pytest.mark.parametrize("who", [(1,), (0, 1), (0, 1, 2)], ids=str)
-@pytest.mark.parametrize("place", ["forward", "backward", "second backward", "end"])
-def test_an_aborted_step_leaves_nothing_for_the_next_one(place: str, who: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("failing_ranks", [(1,), (0, 1), (0, 1, 2)], ids=str)
+@pytest.mark.parametrize("moment", ["forward", "backward", "second backward", "end"])
+def test_an_aborted_step_leaves_nothing_for_the_next_one(moment: str, failing_ranks: tuple[int, ...]) -> None:
     """Ranks fail at different layers, or not at all, so that they have started different collectives."""
 
     def run(mine: Rank) -> tuple[str, dict[str, Tensor]]:
         mine.step(0)
-        failing = mine.rank in who
+        failing = mine.rank in failing_ranks
         layer, handle = mine.layers[mine.rank + 1], None
         try:
-            if place == "second backward":
+            if moment == "second backward":
                 mine.loss(9).backward()
-            if failing and place == "forward":
+            if failing and moment == "forward":
                 handle = layer.register_forward_hook(fail)
             value = mine.loss(9, 1)
-            if failing and place.endswith("backward"):
+            if failing and moment.endswith("backward"):
                 handle = layer[0].weight.register_hook(fail)
             value.backward()
-            if failing and place == "end":
+            if failing and moment == "end":
                 fail()
             mine.sharded.finish_gradients()
             raised = ""
@@ -397,13 +395,13 @@ def test_an_aborted_step_leaves_nothing_for_the_next_one(place: str, who: tuple[
         return raised, mine.values()
 
     expected = reference(3, 1, steps=2)
-    for rank, (raised, found) in enumerate(simulated(run, ranks=3)):
-        assert raised == "StepAborted" or (raised == "ArithmeticError" and rank in who)
-        assert same(found, expected)
+    for rank, (raised, weights) in enumerate(simulated(run, ranks=3)):
+        assert raised == "StepAborted" or (raised == "ArithmeticError" and rank in failing_ranks)
+        assert same(weights, expected)
 
 
-def test_ranks_go_on_after_a_rank_was_lost(tmp_path: Path) -> None:
-    """All memory stays where it is; what was in flight, and half a step, are forgotten."""
+def test_ranks_continue_after_a_rank_was_lost(tmp_path: Path) -> None:
+    """All memory stays where it is. Collectives in flight and half a step are forgotten."""
     second = Room(2)
 
     def run(mine: Rank) -> dict[str, Tensor]:
@@ -415,7 +413,7 @@ def test_ranks_go_on_after_a_rank_was_lost(tmp_path: Path) -> None:
         mine.loss(5).backward()
         addresses = [parameter.data_ptr() for parameter in mine.model.parameters()]
         ring.after_writing()
-        ring._start_gather(ring.units[mine.rank])  # each rank starts another one, and nobody waits for it
+        ring._start_gather(ring.units[mine.rank])  # each rank starts a different one, and none waits for it
         collectives.enter(second)
         mine.sharded.rejoin(World(mine.rank, 2, "cpu"))
         load(tmp_path / "step", mine.sharded, mine.optimizer)
@@ -424,8 +422,8 @@ def test_ranks_go_on_after_a_rank_was_lost(tmp_path: Path) -> None:
         return mine.values()
 
     expected = reference(2, 1, steps=2)
-    for found in simulated(run):
-        assert same(found, expected)
+    for weights in simulated(run):
+        assert same(weights, expected)
 
 
 # -- contents ---------------------------------------------------------------------------------------
@@ -434,10 +432,10 @@ def test_ranks_go_on_after_a_rank_was_lost(tmp_path: Path) -> None:
 def test_weights_are_loaded_saved_and_restored_by_shards() -> None:
     def run(mine: Rank) -> tuple[dict[str, Tensor], ...]:
         first = mine.values()
-        kept = mine.sharded.flat.snapshot()
+        snapshot = mine.sharded.flat.snapshot()
         mine.step(0)
         second = mine.values()
-        mine.sharded.flat.restore(kept)
+        mine.sharded.flat.restore(snapshot)
         third = mine.values()
         mine.sharded.flat.load(second)
         return first, second, third, mine.values()
@@ -449,24 +447,24 @@ def test_weights_are_loaded_saved_and_restored_by_shards() -> None:
         assert not same(first, second)
 
 
-def test_a_full_copy_is_read_only_while_it_is_current() -> None:
+def test_a_full_model_is_stale_after_a_step_until_the_next_gather() -> None:
     def run(mine: Rank) -> None:
-        reader = mine.sharded.make_full_model()
+        full_model = mine.sharded.make_full_model()
         ids = microbatch(0, 0, 0)
         reasons = [mine.sharded.stale()]
         mine.sharded.gather()
         reasons.append(mine.sharded.stale())
         with torch.no_grad():
-            assert torch.equal(reader(ids), mine.model(ids))
-        addresses = [parameter.data_ptr() for parameter in reader.parameters()]
+            assert torch.equal(full_model(ids), mine.model(ids))
+        addresses = [parameter.data_ptr() for parameter in full_model.parameters()]
         mine.step(0)
         reasons.append(mine.sharded.stale())
         mine.sharded.gather()
         with torch.no_grad():
-            assert torch.equal(reader(ids), mine.model(ids))
+            assert torch.equal(full_model(ids), mine.model(ids))
         mine.sharded.invalidate_full_parameters()
         reasons.append(mine.sharded.stale())
-        assert [parameter.data_ptr() for parameter in reader.parameters()] == addresses
+        assert [parameter.data_ptr() for parameter in full_model.parameters()] == addresses
         assert "the full parameters do not hold layer 0" in str(reasons[0])
         assert reasons[1] is None
         assert "holds the parameters outside of layers of version 0" in str(reasons[2])
@@ -476,21 +474,21 @@ def test_a_full_copy_is_read_only_while_it_is_current() -> None:
 
 
 def pieces(optimizer: ShardedAdamW) -> dict[tuple[str, str, int], Tensor]:
-    """A copy of the optimizer's state, by the parameter, the field and where it starts."""
-    found = {}
+    """A copy of the optimizer's state, by parameter, field and start."""
+    tensors = {}
     for piece in optimizer.parameter_states:
         for name, tensor in piece.fields.items():
-            found[piece.parameter.name, name, piece.start] = tensor.clone()
-    return found
+            tensors[piece.parameter.name, name, piece.start] = tensor.clone()
+    return tensors
 
 
 def join(ranks: Iterable[dict[tuple[str, str, int], Tensor]]) -> dict[tuple[str, str], Tensor]:
-    """The optimizer's state of all ranks."""
-    together = {place: tensor for own in ranks for place, tensor in own.items()}
+    """The optimizer's state of all ranks, by parameter and field."""
+    together = {key: tensor for of_rank in ranks for key, tensor in of_rank.items()}
     joined: dict[tuple[str, str], list[Tensor]] = {}
     for name, field_name, start in sorted(together):
         joined.setdefault((name, field_name), []).append(together[name, field_name, start])
-    return {place: torch.cat(parts) for place, parts in joined.items()}
+    return {key: torch.cat(parts) for key, parts in joined.items()}
 
 
 def test_checkpoints_load_in_every_layout_with_any_number_of_ranks(tmp_path: Path) -> None:
@@ -511,15 +509,15 @@ def test_checkpoints_load_in_every_layout_with_any_number_of_ranks(tmp_path: Pat
         return mine.values(), pieces(mine.optimizer)
 
     first = simulated(begin, ranks=3)
-    weights, state = first[0][0], join(own for _, own in first)
+    weights, state = first[0][0], join(of_rank for _, of_rank in first)
     layouts = [(2, "optimizer"), (2, "parameters"), (1, "parameters"), (3, "parameters")]
     for number, (ranks, shard) in enumerate(layouts):
         move = partial(go_on, source=str(number), target=str(number + 1))
-        found = simulated(move, ranks=ranks, shard=shard)
-        assert join(own for _, own in found).keys() == state.keys()
-        assert same(join(own for _, own in found), state)  # type: ignore[arg-type]
-        for values_there, _ in found:
-            assert same(values_there, weights)
+        results = simulated(move, ranks=ranks, shard=shard)
+        assert join(of_rank for _, of_rank in results).keys() == state.keys()
+        assert same(join(of_rank for _, of_rank in results), state)  # type: ignore[arg-type]
+        for loaded, _ in results:
+            assert same(loaded, weights)
     mine = build()
     load_parameters(tmp_path / "4", mine)
     assert same(values(mine), weights)
@@ -531,16 +529,16 @@ def storages(tensors: Iterable[Tensor]) -> int:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_a_rank_holds_what_is_planned(ranks: int) -> None:
+def test_a_rank_holds_the_planned_memory(ranks: int) -> None:
     def run(mine: Rank) -> tuple[int, int]:
         mine.step(0)
         flat, optimizer = mine.sharded.flat, mine.optimizer
         tensors = [*mine.model.parameters(), *(bucket.resident for bucket in flat.buckets), flat.gradient_memory]
         tensors += [tensor for shard in optimizer.state.shards for tensor in shard.values()]
         held = storages(tensors)
-        reader = mine.sharded.make_full_model()
+        full_model = mine.sharded.make_full_model()
         plan = plan_units(specs_of(mine.model), names_in(mine.model, mine.layers), ranks=ranks)
-        assert storages([*tensors, *reader.parameters()]) - held == plan.full_nbytes
+        assert storages([*tensors, *full_model.parameters()]) - held == plan.full_nbytes
         assert held == mine.sharded.plan().total == plan_ring(plan, torch.float32).total
         return held, plan.num_slots
 
@@ -552,7 +550,7 @@ def test_a_rank_holds_what_is_planned(ranks: int) -> None:
         assert held == plan_ring(planned, torch.float32).total
 
 
-def test_with_more_ranks_each_one_holds_less() -> None:
+def test_with_more_ranks_each_rank_holds_less() -> None:
     with torch.device("meta"):
         layers = nn.ModuleList(nn.Linear(512, 512, bias=False) for _ in range(32))
     model = nn.Sequential(*layers)
@@ -566,7 +564,7 @@ def test_with_more_ranks_each_one_holds_less() -> None:
         assert memory.optimizer == whole.optimizer
 
 
-def test_one_rank_has_nothing_to_divide() -> None:
+def test_one_rank_has_nothing_to_shard() -> None:
     model = build()
     sharded = ShardedModel(model, World(0, 1, "cpu"), shard="parameters", units=list(model.layers))
     assert sharded.make_full_model() is model
@@ -574,7 +572,7 @@ def test_one_rank_has_nothing_to_divide() -> None:
     assert sharded.stale() is None
 
 
-def test_what_cannot_take_turns_is_refused() -> None:
+def test_layers_that_cannot_be_sharded_are_refused() -> None:
     model = build()
     model.layers[1][0].weight = model.layers[3][0].weight = nn.Parameter(torch.ones(16, 8))
     with pytest.raises(ValueError, match="in layers 1 and 3"):

@@ -94,7 +94,7 @@ def train(world: World, case: Case) -> dict[str, Tensor]:
 
 
 def reference(ranks: int, accumulation: int, eps: float) -> dict[str, Tensor]:
-    """One process that runs the microbatches of all ranks and sums in their order."""
+    """One process that runs the microbatches of all ranks and sums in the order of ranks."""
     model = build()
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [
@@ -107,8 +107,8 @@ def reference(ranks: int, accumulation: int, eps: float) -> dict[str, Tensor]:
         for rank in range(ranks):
             sums = [torch.zeros_like(p) for p in trained]
             for number in range(accumulation):
-                found = torch.autograd.grad(loss(model, microbatch(step, rank, number)), trained)
-                for total, gradient in zip(sums, found, strict=True):
+                gradients = torch.autograd.grad(loss(model, microbatch(step, rank, number)), trained)
+                for total, gradient in zip(sums, gradients, strict=True):
                     total.add_(gradient)
             totals.append(sums)
         for parameter, *parts in zip(trained, *totals, strict=True):
@@ -130,12 +130,12 @@ def run_cases(world: World, cases: list[Case]) -> list[dict[str, Tensor]]:
     [(1, CASES), (3, CASES[::3]), *(pytest.param(size, CASES, marks=pytest.mark.slow) for size in (2, 3, 4))],
     ids=lambda value: value if isinstance(value, int) else f"{len(value)} cases",
 )
-def test_every_setting_gives_the_bits_of_one_process(size: int, cases: list[Case], tmp_path: Path) -> None:
-    found = run_world(size, tmp_path, run_cases, cases)
-    assert not any(isinstance(result, str) for result in found), next(r for r in found if isinstance(r, str))
-    wanted = {(case.accumulation, case.eps) for case in cases}
-    expected = {how: reference(size, *how) for how in wanted}
-    for rank, results in enumerate(found):
+def test_all_settings_have_the_bits_of_one_process(size: int, cases: list[Case], tmp_path: Path) -> None:
+    outputs = run_world(size, tmp_path, run_cases, cases)
+    assert not any(isinstance(result, str) for result in outputs), next(r for r in outputs if isinstance(r, str))
+    settings = {(case.accumulation, case.eps) for case in cases}
+    expected = {how: reference(size, *how) for how in settings}
+    for rank, results in enumerate(outputs):
         for case, result in zip(cases, results, strict=True):
             for name, tensor in expected[case.accumulation, case.eps].items():
                 if case.reduction == "ordered":
@@ -166,10 +166,10 @@ def train_and_generate(world: World, steps: int, phases: bool) -> tuple[dict[str
             del model.manager
         with sharded.paused(gather=True), torch.no_grad():
             assert torch.equal(generate(ids), model(ids))
-            kept = sharded.flat.snapshot()
+            snapshot = sharded.flat.snapshot()
             sharded.flat.load({name: torch.zeros_like(p) for name, p in model.named_parameters()})
             assert not generate(ids).any()
-            sharded.flat.restore(kept)
+            sharded.flat.restore(snapshot)
             pool.disable()
             model(ids)
             pool.enable()
@@ -189,17 +189,17 @@ def both_ways(world: World, steps: int) -> Any:
 @pytest.mark.multi
 @pytest.mark.parametrize("steps", [20, pytest.param(100, marks=pytest.mark.slow)])
 def test_generation_between_steps_changes_nothing(steps: int, tmp_path: Path) -> None:
-    for found in run_world(2, tmp_path, both_ways, steps):
-        assert not isinstance(found, str), found
-        (with_phases, left), (alone, _) = found
-        assert left == 0  # neither a later capture nor a handle at the end
+    for result in run_world(2, tmp_path, both_ways, steps):
+        assert not isinstance(result, str), result
+        (with_phases, leftovers), (alone, _) = result
+        assert leftovers == 0  # neither a later capture nor a handle at the end
         assert all(torch.equal(with_phases[name], alone[name]) for name in alone)
 
 
 def stale_reads(world: World) -> list[str]:
     model = build()
     sharded = ShardedModel(model, world, bucket_bytes=400)
-    optimizer, ids, said = ShardedAdamW(sharded, RATE), microbatch(0, 0, 0), []
+    optimizer, ids, messages = ShardedAdamW(sharded, RATE), microbatch(0, 0, 0), []
     with torch.no_grad(), sharded.paused(gather=True):
         graph = capture(lambda ids: model(ids), (ids,), guards=[sharded.stale])
     loss(model, ids).backward()
@@ -210,21 +210,21 @@ def stale_reads(world: World) -> list[str]:
         for read in reads:
             try:
                 read()
-                said.append("read")
+                messages.append("read")
             except (StaleWeights, StaleGraph) as error:
-                said.append(str(error))
+                messages.append(str(error))
     sharded.require_full_parameters("gather")
     with sharded.paused(gather=False), torch.no_grad():
-        said.append(str(torch.equal(graph(ids), model(ids))))
-    return said
+        messages.append(str(torch.equal(graph(ids), model(ids))))
+    return messages
 
 
 @pytest.mark.multi
 def test_stale_parameters_cannot_be_read(tmp_path: Path) -> None:
-    for said in run_world(2, tmp_path, stale_reads):
-        assert isinstance(said, list), said
-        *refused, same = said
-        assert all("step 0, the model is at step 1" in message for message in refused), said
+    for messages in run_world(2, tmp_path, stale_reads):
+        assert isinstance(messages, list), messages
+        *refused, same = messages
+        assert all("step 0, the model is at step 1" in message for message in refused), messages
         assert same == "True"
 
 
@@ -236,22 +236,22 @@ DIFFERENCES = {
 
 
 def mismatched(world: World) -> dict[str, str]:
-    said = {}
+    messages = {}
     for what in DIFFERENCES:
         dtype = torch.float64 if what == "dtype" and world.rank else torch.float32
         model = nn.Linear(4, 4 + (what == "shape" and world.rank), dtype=dtype)
-        with pytest.raises(ValueError, match="rank") as found:
+        with pytest.raises(ValueError, match="rank") as raised:
             ShardedModel(model, world, bucket_bytes=100 + (what == "bucket_bytes" and world.rank))
-        said[what] = str(found.value)
-    return said
+        messages[what] = str(raised.value)
+    return messages
 
 
 @pytest.mark.multi
 def test_the_first_difference_between_ranks_is_named(tmp_path: Path) -> None:
     first, second = run_world(2, tmp_path, mismatched)
-    for what, (here, there) in DIFFERENCES.items():
-        assert f"rank 0 has {here!r} where rank 1 has {there!r}" in first[what]
-        assert f"rank 1 has {there!r} where rank 0 has {here!r}" in second[what]
+    for what, (first_text, second_text) in DIFFERENCES.items():
+        assert f"rank 0 has {first_text!r} where rank 1 has {second_text!r}" in first[what]
+        assert f"rank 1 has {second_text!r} where rank 0 has {first_text!r}" in second[what]
 
 
 def lose_rank_1(world: World, how: str) -> str:
@@ -276,13 +276,13 @@ def lose_rank_1(world: World, how: str) -> str:
 @pytest.mark.multi
 @pytest.mark.parametrize("how", ["dies", "hangs"])
 def test_a_lost_rank_is_named_by_the_others(how: str, tmp_path: Path) -> None:
-    found = run_world_with_a_loss(3, tmp_path, lose_rank_1, how)
-    assert set(found) == {0, 2}
-    for rank, said in found.items():
-        seconds, _, message = said.partition("|")
-        assert float(seconds) < 30, said  # the timeout is 5 seconds
-        assert message.startswith(f"rank {rank}: "), said
-        assert f"rank 1 on {socket.gethostname()} (set-up; last operation: " in message, said
+    results = run_world_with_a_loss(3, tmp_path, lose_rank_1, how)
+    assert set(results) == {0, 2}
+    for rank, result in results.items():
+        seconds, _, message = result.partition("|")
+        assert float(seconds) < 30, result  # the timeout is 5 seconds
+        assert message.startswith(f"rank {rank}: "), result
+        assert f"rank 1 on {socket.gethostname()} (set-up; last operation: " in message, result
         assert "bucket" in message
 
 
@@ -300,8 +300,8 @@ def test_buckets_follow_the_execution_order() -> None:
     assert order == ["first.weight", "first.bias", "last.weight", "last.bias"]
     assert not any(m._forward_pre_hooks for m in model.modules())
     sharded = ShardedModel(model, ALONE, bucket_bytes=1, order=order)
-    named = [slot.parameter.name for bucket in sharded.flat.buckets for slot in bucket.plan.slots]
-    assert named == order[::-1]
+    names = [slot.parameter.name for bucket in sharded.flat.buckets for slot in bucket.plan.slots]
+    assert names == order[::-1]
 
 
 def test_a_copy_of_a_sharded_model_is_an_ordinary_model() -> None:
@@ -334,10 +334,10 @@ MOVES: dict[str, Any] = {
 
 @pytest.mark.parametrize("how", MOVES)
 def test_a_parameter_that_left_its_memory_is_named_before_anything_changes(how: str) -> None:
-    model, other = build(), build()
+    model, second = build(), build()
     sharded = ShardedModel(model, ALONE)
     optimizer = ShardedAdamW(sharded, RATE)
-    kept = sharded.flat.snapshot()
+    snapshot = sharded.flat.snapshot()
     before = [bucket.parameters.clone() for bucket in sharded.flat.buckets]
     MOVES[how](model)
     calls = (
@@ -345,8 +345,8 @@ def test_a_parameter_that_left_its_memory_is_named_before_anything_changes(how: 
         optimizer.step,
         optimizer.read_shards,
         sharded.flat.snapshot,
-        lambda: sharded.flat.restore(kept),
-        lambda: sharded.flat.load(other.state_dict()),
+        lambda: sharded.flat.restore(snapshot),
+        lambda: sharded.flat.load(second.state_dict()),
     )
     for call in calls:
         with pytest.raises(RuntimeError, match=r"layers.0.0.(weight|bias) left its flat buffer .* neither trained"):

@@ -57,16 +57,16 @@ def train(sharded: ShardedModel, optimizer: ShardedAdamW, step: int, fails_at: i
 def steps_with_a_failure(sharded: ShardedModel, fails_at: int | None, failing: int) -> tuple[list[Tensor], str]:
     """Step 1 fails on one rank before the layer `fails_at`; if that is None, step 1 is left out."""
     optimizer = ShardedAdamW(sharded, 0.1)
-    said = ""
+    text = ""
     for step in range(4):
         fails = step == 1 and fails_at is not None and sharded.world.rank == failing
         try:
             if step != 1 or fails_at is not None:
                 train(sharded, optimizer, step, fails_at if fails else None)
         except (ValueError, StepAborted) as error:
-            said = f"{type(error).__name__}: {error}"
+            text = f"{type(error).__name__}: {error}"
     sharded.gather()
-    return [p.detach().clone() for p in sharded.model.parameters()], said
+    return [p.detach().clone() for p in sharded.model.parameters()], text
 
 
 def simulated(rank: int, room: Room, timeout: float = 60.0) -> ShardedModel:
@@ -77,28 +77,28 @@ def simulated(rank: int, room: Room, timeout: float = 60.0) -> ShardedModel:
 Shard = Literal["optimizer", "parameters"]
 
 
-def ring_or_whole(rank: int, collectives: RoomCollectives, shard: Shard) -> ShardedModel:
+def make_sharded(rank: int, collectives: RoomCollectives, shard: Shard) -> ShardedModel:
     model = Stack()
     world, layers = World(rank, RANKS, "cpu"), list(model.layers)
     return ShardedModel(model, world, bucket_bytes=1, collectives=collectives, shard=shard, units=layers)
 
 
 @pytest.mark.parametrize("fails_at", range(4))
-def test_all_ranks_abort_the_step_that_one_rank_aborts_and_the_next_step_is_right(fails_at: int) -> None:
-    found = run_ranks(RANKS, lambda rank, room: steps_with_a_failure(simulated(rank, room), fails_at, failing=1))
+def test_all_ranks_abort_a_step_that_one_rank_aborts(fails_at: int) -> None:
+    results = run_ranks(RANKS, lambda rank, room: steps_with_a_failure(simulated(rank, room), fails_at, failing=1))
     expected, _ = run_ranks(RANKS, lambda rank, room: steps_with_a_failure(simulated(rank, room), None, failing=1))[0]
-    for rank, (parameters, said) in enumerate(found):
+    for rank, (parameters, text) in enumerate(results):
         assert all(torch.equal(p, q) for p, q in zip(parameters, expected, strict=True))
         if rank == 1:
-            assert said == "ValueError: an unreadable sample"
+            assert text == "ValueError: an unreadable sample"
         else:
-            assert said == (
+            assert text == (
                 "StepAborted: rank 1 aborted the step (ValueError: an unreadable sample): all ranks drop its gradients"
             )
 
 
 class End:
-    """The end of a step: a rank is there when it waits for the others in `finish_gradients()`, or has left that."""
+    """The end of a step: a rank has reached it once it waits in `finish_gradients()`, or has left that."""
 
     def __init__(self) -> None:
         self._reached = [threading.Event() for _ in range(RANKS)]
@@ -114,7 +114,7 @@ class End:
 
     def wait_for(self, *ranks: int) -> None:
         for rank in ranks:
-            assert self._reached[rank].wait(PATIENCE), f"rank {rank} does not come to the end of the step"
+            assert self._reached[rank].wait(PATIENCE), f"rank {rank} did not reach the end of the step"
 
 
 def take_step(sharded: ShardedModel) -> list[Tensor]:
@@ -125,14 +125,14 @@ def take_step(sharded: ShardedModel) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("shard", ["optimizer", "parameters"])
-def test_a_rank_that_fails_after_its_last_reduction_is_not_too_late(shard: Shard) -> None:
-    """The others have all their sums by then, so only the end of the step can tell them."""
+def test_a_rank_that_fails_after_its_last_reduction_aborts_the_step(shard: Shard) -> None:
+    """The others have all their sums by then, so they learn of it only at the end of the step."""
     end = End()
 
     def work(rank: int, room: Room) -> tuple[list[Tensor], list[str]]:
         collectives = end.collectives(rank, room)
-        sharded = ring_or_whole(rank, collectives, shard)
-        said = ""
+        sharded = make_sharded(rank, collectives, shard)
+        text = ""
         try:
             sharded.model(batch(0, rank)).square().sum().backward()
             if rank == 1:
@@ -140,9 +140,9 @@ def test_a_rank_that_fails_after_its_last_reduction_is_not_too_late(shard: Shard
                 raise ValueError("an unreadable sample")
             end.finish(sharded)
         except (ValueError, StepAborted) as error:
-            said = str(error)
+            text = str(error)
             sharded.drop_gradients()
-        assert said.startswith("an unreadable" if rank == 1 else "rank 1 aborted the step (ValueError: an unreadable")
+        assert text.startswith("an unreadable" if rank == 1 else "rank 1 aborted the step (ValueError: an unreadable")
         return take_step(sharded), collectives.liveness.operations
 
     expected = run_ranks(RANKS, lambda rank, room: take_step(simulated(rank, room)))[0]
@@ -152,7 +152,7 @@ def test_a_rank_that_fails_after_its_last_reduction_is_not_too_late(shard: Shard
 
 
 @pytest.mark.parametrize("what", ["is lost", "is late"])
-def test_the_end_of_a_step_is_not_waited_for_forever(what: str) -> None:
+def test_the_wait_for_the_end_of_a_step_ends_if_a_rank_is_lost_or_late(what: str) -> None:
     end = End()
     watched = {}
 
@@ -172,19 +172,19 @@ def test_the_end_of_a_step_is_not_waited_for_forever(what: str) -> None:
         return ""
 
     reason = "rank 1 is lost" if what == "is lost" else "some rank did not reach the end of the step"
-    for rank, said in enumerate(run_ranks(RANKS, work)):
-        assert said == ("" if rank == 1 else f"rank {rank} has reduced its gradients, and {reason}")
+    for rank, text in enumerate(run_ranks(RANKS, work)):
+        assert text == ("" if rank == 1 else f"rank {rank} has reduced its gradients, and {reason}")
 
 
 @pytest.mark.parametrize("shard", ["optimizer", "parameters"])
 def test_the_store_does_not_grow_with_every_step(shard: Shard) -> None:
-    """Nor with every step that is aborted."""
+    """Neither with finished nor with aborted steps."""
 
     def keys_after(steps: int) -> int:
         rooms = []
 
         def work(rank: int, room: Room) -> None:
-            sharded = ring_or_whole(rank, RoomCollectives(room, rank), shard)
+            sharded = make_sharded(rank, RoomCollectives(room, rank), shard)
             optimizer = ShardedAdamW(sharded, 0.1)
             for step in range(steps):
                 fails_at = 2 if rank == 1 and step % 3 else None  # two of three steps are aborted
@@ -202,10 +202,10 @@ def test_the_store_does_not_grow_with_every_step(shard: Shard) -> None:
 
 @pytest.mark.parametrize("shard", ["optimizer", "parameters"])
 def test_a_step_is_dropped_while_an_earlier_failure_is_handled(shard: Shard) -> None:
-    """The exception that Python knows of is then that of the step before."""
+    """Python's current exception is then that of the step before."""
 
     def work(rank: int, room: Room) -> str:
-        sharded = ring_or_whole(rank, RoomCollectives(room, rank), shard)
+        sharded = make_sharded(rank, RoomCollectives(room, rank), shard)
         try:
             train(sharded, ShardedAdamW(sharded, 0.1), 0, 2 if rank == 1 else None)
         except (ValueError, StepAborted):
@@ -224,14 +224,14 @@ def test_a_step_is_dropped_while_an_earlier_failure_is_handled(shard: Shard) -> 
 
 
 @pytest.mark.parametrize("shard", ["optimizer", "parameters"])
-def test_gradients_of_an_aborted_step_are_dropped_by_whoever_raises(shard: Shard) -> None:
+def test_all_ranks_drop_the_gradients_of_an_aborted_step(shard: Shard) -> None:
     def work(rank: int, room: Room) -> list[str]:
-        sharded = ring_or_whole(rank, RoomCollectives(room, rank), shard)
+        sharded = make_sharded(rank, RoomCollectives(room, rank), shard)
         optimizer = ShardedAdamW(sharded, 0.1)
-        said = []
+        outcomes = []
 
         def fail(gradient: Tensor) -> None:
-            raise ValueError("in the last of a backward pass")
+            raise ValueError("in the last layer of a backward pass")
 
         for step in range(3):
             loss = sharded.model(batch(step, rank)).square().sum()
@@ -241,21 +241,21 @@ def test_gradients_of_an_aborted_step_are_dropped_by_whoever_raises(shard: Shard
                 loss.backward()
                 sharded.finish_gradients()
                 optimizer.step()
-                said.append("taken")
+                outcomes.append("taken")
             except ValueError:
                 hook.remove()
                 sharded.drop_gradients()
-                said.append("failed")
+                outcomes.append("failed")
             except StepAborted:  # finish_gradients() has dropped them already
-                said.append("aborted")
-        return said
+                outcomes.append("aborted")
+        return outcomes
 
-    taken = run_ranks(RANKS, work)
-    assert taken == [["taken", said, "taken"] for said in ("aborted", "failed", "aborted")]
+    outcomes_by_rank = run_ranks(RANKS, work)
+    assert outcomes_by_rank == [["taken", outcomes, "taken"] for outcomes in ("aborted", "failed", "aborted")]
 
 
 def lend_and_take_back(sharded: ShardedModel) -> None:
-    """What a worker does to generate between two steps: the cache overwrites the gradients."""
+    """Do what a worker does to generate between two steps: the cache overwrites the gradients."""
     with sharded.paused(gather=True):  # ends an aborted step on all ranks
         sharded.lend_gradients()
         sharded.flat.gradient_memory.fill_(torch.nan)
@@ -285,7 +285,7 @@ def test_the_memory_of_gradients_can_be_lent_after_an_aborted_step(fails_at: int
     assert all(p.isfinite().all() for p in expected)
 
 
-def test_gradients_in_any_state_keep_their_memory() -> None:
+def test_gradients_that_are_still_needed_are_not_lent() -> None:
     sharded = ShardedModel(Stack(), World(0, 1, "cpu"))
     optimizer = ShardedAdamW(sharded, 0.1)
     refused = pytest.raises(RuntimeError, match="would be overwritten")
@@ -295,10 +295,10 @@ def test_gradients_in_any_state_keep_their_memory() -> None:
         sharded.lend_gradients()
     sharded.model(batch(1, 0)).sum().backward()
     sharded.finish_gradients()
-    kept = [shard.clone() for shard in sharded.gradient_shards()]
+    gradients = [shard.clone() for shard in sharded.gradient_shards()]
     with refused:
         sharded.lend_gradients()
-    assert all(torch.equal(one, other) for one, other in zip(kept, sharded.gradient_shards(), strict=True))
+    assert all(torch.equal(one, other) for one, other in zip(gradients, sharded.gradient_shards(), strict=True))
     optimizer.step()
     sharded.lend_gradients()
     sharded.flat.gradient_memory.fill_(5)
@@ -306,7 +306,7 @@ def test_gradients_in_any_state_keep_their_memory() -> None:
     assert (sharded.flat.gradient_memory == 5).all()
     sharded.take_back_gradients()
     sharded.flat.gradient_memory[0] = 7
-    sharded.take_back_gradients()  # it is here already: nothing is zeroed
+    sharded.take_back_gradients()  # it was taken back already: nothing is zeroed
     assert sharded.flat.gradient_memory[0] == 7
 
 
@@ -319,15 +319,15 @@ def on_gloo(world: World) -> list[tuple[list[Tensor], str]]:
 
 @pytest.mark.multi
 def test_processes_abort_a_step_together(tmp_path: Path) -> None:
-    for rank, found in enumerate(run_world(2, tmp_path, on_gloo)):
-        assert not isinstance(found, str), found
-        (parameters, said), (expected, _) = found
+    for rank, result in enumerate(run_world(2, tmp_path, on_gloo)):
+        assert not isinstance(result, str), result
+        (parameters, text), (expected, _) = result
         assert all(torch.equal(p, q) for p, q in zip(parameters, expected, strict=True))
-        assert said.startswith("ValueError" if rank == 1 else "StepAborted: rank 1 aborted the step (ValueError")
+        assert text.startswith("ValueError" if rank == 1 else "StepAborted: rank 1 aborted the step (ValueError")
 
 
 def test_a_rank_that_aborts_alone_joins_no_collective_of_the_next_step() -> None:
-    """The others have finished their gradients: what they do next has nothing to do with an aborted step."""
+    """The others have finished their gradients, so their next collectives do not belong to an aborted step."""
 
     def work(rank: int, room: Room) -> str:
         sharded = simulated(rank, room, timeout=0.3)
@@ -341,11 +341,11 @@ def test_a_rank_that_aborts_alone_joins_no_collective_of_the_next_step() -> None
         sharded.close()  # waits for no one
         return str(caught.value)
 
-    said = run_ranks(RANKS, work)[1]
-    assert said.startswith("rank 1 aborted a step by drop_gradients(), and rank 0, rank 2 did not within 0.3 s"), said
+    text = run_ranks(RANKS, work)[1]
+    assert text.startswith("rank 1 aborted a step by drop_gradients(), and rank 0, rank 2 did not within 0.3 s"), text
 
 
-def test_a_rank_that_fails_before_an_exchange_does_not_join_it_with_a_reduction() -> None:
+def test_a_rank_that_fails_before_an_exchange_does_not_join_it() -> None:
     """Rank 1 fails before an exchange of strings that the others wait in."""
 
     def work(rank: int, room: Room) -> str:
@@ -361,8 +361,8 @@ def test_a_rank_that_fails_before_an_exchange_does_not_join_it_with_a_reduction(
         room.fail(caught.value)
         return str(caught.value)
 
-    said = run_ranks(RANKS, work)[1]
-    assert "rank 0, rank 2 neither started its reductions nor called drop_gradients() within 0.3 s" in said, said
+    text = run_ranks(RANKS, work)[1]
+    assert "rank 0, rank 2 neither started its reductions nor called drop_gradients() within 0.3 s" in text, text
 
 
 def test_a_failed_reduction_cannot_be_ignored() -> None:

@@ -28,7 +28,7 @@ from rollgraph.parallel.ranks.stop import (
 from rollgraph.parallel.ranks.world import World
 from rollgraph.train import train
 from tests.checkpoint.test_checkpoints import Run
-from tests.parallel.test_liveness import connected, found, vanish
+from tests.parallel.test_liveness import connected, loss_of, vanish
 from tests.test_kills import begin, finish
 from tests.test_train import ONE, config_of, folder
 
@@ -46,16 +46,16 @@ def press(times: int = 1) -> None:
         signal.raise_signal(signal.SIGINT)
 
 
-def press_in(monkeypatch: pytest.MonkeyPatch, place: Any, name: str, presses: dict[int, int]) -> None:
+def press_in(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, presses: dict[int, int]) -> None:
     """Press Ctrl-C before certain calls: `presses` maps the number of a call to the number of presses."""
-    calls, original = [0], getattr(place, name)
+    calls, original = [0], getattr(owner, name)
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         calls[0] += 1
         press(presses.get(calls[0], 0))
         return original(*args, **kwargs)
 
-    monkeypatch.setattr(place, name, counted)
+    monkeypatch.setattr(owner, name, counted)
 
 
 def saved_steps(folder: Path) -> list[str]:
@@ -82,9 +82,9 @@ def test_an_update_and_its_record_are_atomic(
     with pytest.raises(KeyboardInterrupt):
         train(config_of(folder, *QUICK), ONE)
     assert saved_steps(folder) == ["step_00000001"]
-    found = capfd.readouterr()
-    assert "is lost" not in found.out
-    assert ("Ctrl-C: the run will end after this update" in found.err) == (times == 2)
+    output = capfd.readouterr()
+    assert "is lost" not in output.out
+    assert ("Ctrl-C: the run will end after this update" in output.err) == (times == 2)
 
 
 def test_a_third_ctrl_c_in_an_update_reports_the_loss(
@@ -194,7 +194,7 @@ def test_a_signal_during_set_up_acts_at_once(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], phase: str, number: int,
     code: int, line: str,
 ) -> None:  # fmt: skip
-    """It comes twice, because `torchrun` forwards it, and nothing is left in the folder that a later run would see."""
+    """The signal comes twice, because `torchrun` forwards it. The folder keeps nothing that a later run would see."""
     show = PlainDisplay.phase
 
     def signal_in_phase(self: PlainDisplay, name: str, *progress: Any) -> None:
@@ -212,9 +212,9 @@ def test_a_signal_during_set_up_acts_at_once(
     file.write_text(to_yaml(config_of(folder, *QUICK, f"data.validation={folder / 'held_out.jsonl'}")))
     before = signal.getsignal(signal.SIGTERM)
     assert main(["train", str(file)]) == code
-    written = capsys.readouterr()
-    assert written.out.splitlines()[-1].startswith(phase)
-    assert line in written.err
+    output = capsys.readouterr()
+    assert output.out.splitlines()[-1].startswith(phase)
+    assert line in output.err
     assert signal.getsignal(signal.SIGTERM) is before
     assert not list((folder / "run").rglob("step_*"))
     assert not (folder / "run" / "metrics.jsonl").exists()
@@ -222,12 +222,14 @@ def test_a_signal_during_set_up_acts_at_once(
 
 @pytest.mark.slow
 @pytest.mark.multi
-@pytest.mark.parametrize("asked", [{0, 1, 2}, {1}, {0}])
-def test_ranks_that_are_asked_to_stop_during_set_up_do_not_wait_for_each_other(folder: Path, asked: set[int]) -> None:
-    """Also if only one of them was asked. With a timeout of an hour, a rank that waited would be seen."""
+@pytest.mark.parametrize("stopped_ranks", [{0, 1, 2}, {1}, {0}])
+def test_ranks_stopped_during_set_up_do_not_wait_for_each_other(folder: Path, stopped_ranks: set[int]) -> None:
+    """Even if only one of them was stopped. The timeout is an hour, so a rank that waits would be noticed."""
     rewards = folder / "rewards.py"
-    asks = f"import os, signal\nif int(os.environ['RANK']) in {asked}:\n    os.kill(os.getpid(), signal.SIGTERM)\n"
-    rewards.write_text(asks + rewards.read_text())
+    code = (
+        f"import os, signal\nif int(os.environ['RANK']) in {stopped_ranks}:\n    os.kill(os.getpid(), signal.SIGTERM)\n"
+    )
+    rewards.write_text(code + rewards.read_text())
     attempt = begin(folder, folder / "stopped", timeout=3600)
     try:
         finish(attempt, ExitCode.TERMINATED)
@@ -239,10 +241,10 @@ def test_ranks_that_are_asked_to_stop_during_set_up_do_not_wait_for_each_other(f
 
 
 def test_sigterm_ends_a_step_at_once_if_a_rank_is_lost() -> None:
-    """No other rank will finish the step. A second signal does not disturb what cleans up."""
+    """No other rank will finish the step. A second signal does not disturb the clean-up."""
     with connected(2) as ranks:
         vanish(ranks[1])
-        found(ranks[0])
+        loss_of(ranks[0])
         world = World(0, 2, "cpu", liveness=ranks[0])
         with StopSignals(world) as stop, stop.in_steps():
             with pytest.raises(RankLost, match="rank 1 on node-1"):
@@ -258,7 +260,7 @@ def test_a_loss_that_becomes_known_after_sigterm_is_still_named() -> None:
             with StopSignals(World(0, 2, "cpu", liveness=ranks[0])) as stop, stop.in_steps():
                 signal.raise_signal(signal.SIGTERM)
                 vanish(ranks[1])
-                found(ranks[0])
+                loss_of(ranks[0])
                 ranks[0].check()
 
         with pytest.raises(RankLost, match="rank 1 on node-1"):
@@ -278,7 +280,7 @@ def test_sigterm_after_the_steps_leaves_a_finished_run_alone(setup_follows: bool
     assert reached_the_end != setup_follows
 
 
-def test_a_set_up_that_is_stopped_names_the_rank_whose_loss_is_the_reason() -> None:
+def test_a_stopped_set_up_names_the_lost_rank_that_caused_it() -> None:
     """`torchrun` stops the other ranks if it finds out first."""
     with connected(2) as ranks:
         vanish(ranks[1])
@@ -288,25 +290,25 @@ def test_a_set_up_that_is_stopped_names_the_rank_whose_loss_is_the_reason() -> N
     assert raised.value.cause.endswith("disappeared without notice")
 
 
-def test_sigterm_ends_the_patience_with_a_rank_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sigterm_shortens_the_wait_for_a_rank_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rollgraph.parallel.ranks.liveness._STOPPING_SECONDS", 0.0)
     with connected(2) as ranks:
         world = World(0, 2, "cpu", liveness=ranks[0])
         with StopSignals(world) as stop, stop.in_steps():
             signal.raise_signal(signal.SIGTERM)
-        assert found(ranks[0])[0] == 1  # with the usual patience, it would have ten minutes more
+        assert loss_of(ranks[0])[0] == 1  # with the usual patience, it would have ten minutes more
 
 
 def test_a_run_in_another_thread_is_stopped_by_its_request(folder: Path) -> None:
-    """Signals reach the main thread alone. What the run shows goes to the view that it is given."""
-    stop, shown, noted = StopRequest(), set(), []
+    """Only the main thread gets signals. The run shows its progress in the view of its caller."""
+    stop, phases, notes = StopRequest(), set(), []
 
     class Watching(ProgressDisplay):
         def phase(self, name: str, done: int, total: int, detail: str = "", *, in_bytes: bool = False) -> None:
-            shown.add(name)
+            phases.add(name)
 
         def note(self, text: str) -> None:
-            noted.append(text)
+            notes.append(text)
 
     def on_step(step: int, metrics: dict[str, float]) -> None:
         if step == 1:
@@ -319,8 +321,8 @@ def test_a_run_in_another_thread_is_stopped_by_its_request(folder: Path) -> None
         assert run is not None
         assert run.progress.finished_steps == 2
         assert saved_steps(folder) == ["step_00000001"]
-        assert {"read data", "load model", "generate", "train"} <= shown
-        assert "asked to stop: saved after 2 of 4 steps" in noted
+        assert {"read data", "load model", "generate", "train"} <= phases
+        assert "asked to stop: saved after 2 of 4 steps" in notes
         with pytest.raises(StoppedInSetup, match="as the test asked"):
             threads.submit(train, config_of(folder, *QUICK, f"output={folder / 'other'}"), ONE, stop=stop).result()
 
@@ -349,7 +351,7 @@ def test_a_foreign_ctrl_c_handler_is_kept() -> None:
         signal.signal(signal.SIGINT, before)
 
 
-def test_signals_that_somebody_else_handles_are_left_alone() -> None:
+def test_signals_with_foreign_handlers_are_left_alone() -> None:
     heard: list[int] = []
     before = {
         number: signal.signal(number, lambda got, _: heard.append(got)) for number in (signal.SIGTERM, signal.SIGINT)

@@ -19,7 +19,7 @@ from rollgraph.parallel.ranks.world import World
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Inside, this process computes with the bits of the ranks, which have one thread each."""
+    """Compute with one thread, as ranks do, so that this process has their bits."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -37,7 +37,7 @@ def _process(rank: int, size: int, folder: Path, function: Callable[..., Any], a
     except Exception:
         result = traceback.format_exc()
     torch.save(result, folder / f"rank{rank}.new")
-    (folder / f"rank{rank}.new").rename(folder / f"rank{rank}.pt")  # it appears whole
+    (folder / f"rank{rank}.new").rename(folder / f"rank{rank}.pt")  # it appears at once
     while size > len(list(folder.glob("rank*.pt"))):  # no rank leaves while another may still communicate with it
         time.sleep(0.02)
     dist.destroy_process_group()
@@ -46,7 +46,7 @@ def _process(rank: int, size: int, folder: Path, function: Callable[..., Any], a
 def run_world(
     size: int, folder: Path, function: Callable[..., Any], *arguments: Any, method: str = "forkserver"
 ) -> list[Any]:
-    """What `function(world, *arguments)` returns on each rank; the traceback as text if it fails.
+    """Run `function(world, *arguments)` on each rank. Returns the results, or the traceback as text if it fails.
 
     Ranks that use a GPU are started with the method "spawn": a process cannot inherit CUDA.
     """
@@ -56,7 +56,7 @@ def run_world(
 
 
 def run_world_with_a_loss(size: int, folder: Path, function: Callable[..., Any], *arguments: Any) -> dict[int, Any]:
-    """The same for the ranks that end by themselves; the remaining one is killed."""
+    """The same for a function that loses one rank: returns the results of the others, and kills all processes."""
     folder = Path(tempfile.mkdtemp(dir=folder))
     context = mp.get_context("forkserver")
     processes = [
@@ -71,5 +71,5 @@ def run_world_with_a_loss(size: int, folder: Path, function: Callable[..., Any],
     for process in processes:
         process.kill()
         process.join()
-    found = {rank: folder / f"rank{rank}.pt" for rank in range(size)}
-    return {rank: torch.load(path, weights_only=False) for rank, path in found.items() if path.exists()}
+    results = {rank: folder / f"rank{rank}.pt" for rank in range(size)}
+    return {rank: torch.load(path, weights_only=False) for rank, path in results.items() if path.exists()}

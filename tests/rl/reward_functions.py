@@ -30,7 +30,7 @@ def raises(completions: list[str], **_: Any) -> list[float]:
 
 
 def kills_host_once(completions: list[str], marker: str, **_: Any) -> list[float]:
-    """The first call takes its host down, as a node that fails would."""
+    """The first call kills its host, as a failing node would."""
     try:
         os.close(os.open(marker, os.O_CREAT | os.O_EXCL))
     except FileExistsError:

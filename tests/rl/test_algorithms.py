@@ -1,6 +1,6 @@
-"""Algorithms against formulas that loop over sequences and tokens, and what must hold for any rollouts.
+"""Algorithms against formulas that loop over sequences and tokens, and properties for any rollouts.
 
-Formulas below share no code with the library. Packed streams hold NaN and infinities wherever a weight is 0.
+The formulas share no code with the library. Packed streams hold NaN and infinities wherever a weight is 0.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ def load(name: str, **settings: Any) -> Any:
     return load_algorithm(name, REQUIRED.get(name, {}) | settings)
 
 
-# Rollouts, and policies that moved away from them.
+# Rollouts, and policies that differ from the one that sampled them.
 
 
 def make_rollouts(seed: int, groups: int = 3, size: int = 4) -> list[Rollout]:
     """Rollouts of ragged lengths, with some inserted tokens and some equal rewards."""
     rng = random.Random(seed)
-    made = []
+    rollouts = []
     for group in range(groups):
         prompt = Prompt(id=100 + group, tokens=tuple(range(rng.randint(1, 4))), text="")
         for _ in range(size):
             length = rng.randint(1, MAX_TOKENS - 2)
             sampled = [rng.random() < 0.8 for _ in range(length - 1)] + [True]
-            made.append(
+            rollouts.append(
                 Rollout(
                     prompt=prompt,
                     tokens=[rng.randrange(50) for _ in range(length)],
@@ -63,8 +63,8 @@ def make_rollouts(seed: int, groups: int = 3, size: int = 4) -> list[Rollout]:
                     group=group,
                 )
             )
-    rng.shuffle(made)
-    return made
+    rng.shuffle(rollouts)
+    return rollouts
 
 
 @dataclass
@@ -92,7 +92,7 @@ class Case:
 @dataclass
 class Packed:
     streams: TokenStreams
-    places: list[list[int]]  # where the tokens of each given sample are
+    positions: list[list[int]]  # of the tokens of each sample
 
 
 def pack(case: Case, samples: Sequence[Sample], seed: int, dtype: torch.dtype = torch.float64) -> Packed:
@@ -100,20 +100,20 @@ def pack(case: Case, samples: Sequence[Sample], seed: int, dtype: torch.dtype = 
     rng = random.Random(seed)
     numbers = {id(rollout.tokens): i for i, rollout in enumerate(case.rollouts)}
     rows: list[tuple[float, ...]] = []
-    places: list[list[int]] = [[] for _ in samples]
+    positions: list[list[int]] = [[] for _ in samples]
 
     def waste(count: int, sequence: int) -> None:
         for _ in range(count):
             junk = [rng.choice([-math.inf, math.inf, math.nan, 1e30]) for _ in range(6)]
             rows.append((*junk, 0.0, sequence))
 
-    for sequence, place in enumerate(rng.sample(range(len(samples)), len(samples))):
-        sample = samples[place]
+    for sequence, index in enumerate(rng.sample(range(len(samples)), len(samples))):
+        sample = samples[index]
         number = numbers[id(sample.tokens)]
         waste(rng.randint(0, 3), len(samples))
         waste(len(sample.prompt), sequence)
         for t, weight in enumerate(sample.weights):
-            places[place].append(len(rows))
+            positions[index].append(len(rows))
             reference = 0.0 if sample.reference_logprobs is None else sample.reference_logprobs[t]
             logprob = 0.0 if sample.logprobs is None else sample.logprobs[t]
             policy, old, entropy = case.policy[number][t].item(), case.old[number][t], case.entropy[number][t]
@@ -132,7 +132,7 @@ def pack(case: Case, samples: Sequence[Sample], seed: int, dtype: torch.dtype = 
         entropy=entropy_,
         reference_logprobs=reference_,
     )
-    return Packed(streams, places)
+    return Packed(streams, positions)
 
 
 def run(algorithm: Any, packed: Packed) -> tuple[float, list[list[float]], dict[str, float]]:
@@ -142,14 +142,14 @@ def run(algorithm: Any, packed: Packed) -> tuple[float, list[list[float]], dict[
     gradient = packed.streams.logprobs.grad
     assert gradient is not None
     outside = torch.ones(len(gradient), dtype=torch.bool)
-    outside[[place for row in packed.places for place in row]] = False
+    outside[[position for row in packed.positions for position in row]] = False
     assert (gradient[outside] == 0).all()
     assert all(value.dim() == 0 and not value.requires_grad for value in metrics.values())
     numbers = {name: value.item() for name, value in metrics.items()}
-    return loss.item(), [[gradient[i].item() for i in row] for row in packed.places], numbers
+    return loss.item(), [[gradient[i].item() for i in row] for row in packed.positions], numbers
 
 
-def in_order_of(case: Case, samples: Sequence[Sample]) -> list[int]:
+def rollout_indices(case: Case, samples: Sequence[Sample]) -> list[int]:
     """The index of the rollout of each sample."""
     numbers = {id(rollout.tokens): i for i, rollout in enumerate(case.rollouts)}
     return [numbers[id(sample.tokens)] for sample in samples]
@@ -159,11 +159,11 @@ def assert_matches(case: Case, algorithm: Any, expected: Tensor, seed: int = 0) 
     samples = algorithm.make_batch(case.rollouts, seed=seed).samples
     loss, gradients, _ = run(algorithm, pack(case, samples, seed))
     expected.backward()
-    wanted = case.gradients()
+    expected_gradients = case.gradients()
     assert loss == pytest.approx(expected.item(), rel=1e-10, abs=1e-12)
-    for number, found in zip(in_order_of(case, samples), gradients, strict=True):
-        assert found == pytest.approx(wanted[number], rel=1e-9, abs=1e-12)
-    assert any(x for row in wanted for x in row)
+    for number, gradient in zip(rollout_indices(case, samples), gradients, strict=True):
+        assert gradient == pytest.approx(expected_gradients[number], rel=1e-9, abs=1e-12)
+    assert any(x for row in expected_gradients for x in row)
 
 
 # The formulas.
@@ -174,7 +174,7 @@ def sampled(rollout: Rollout) -> list[int]:
 
 
 def rewards_like(case: Case, rollout: Rollout, reward: Callable[[Rollout], float] = lambda r: r.reward) -> list[float]:
-    return [reward(other) for other in case.rollouts if other.group == rollout.group]
+    return [reward(peer) for peer in case.rollouts if peer.group == rollout.group]
 
 
 def group_relative(rewards: list[float], reward: float) -> float:
@@ -310,7 +310,7 @@ def test_reinforce_pp_with_a_group_baseline() -> None:
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 @pytest.mark.parametrize("kl_in", ["loss", "reward"])
-def test_all_terms_together(estimator: str, kl_in: str) -> None:
+def test_all_terms_of_the_loss_together(estimator: str, kl_in: str) -> None:
     case = Case.make(5, spread=0.8, old=True)
     total = torch.zeros((), dtype=torch.float64)
 
@@ -389,7 +389,7 @@ def test_the_gradient_of_the_entropy_is_minus_its_coefficient() -> None:
     torch.testing.assert_close(gradient, -0.25 * streams.weights)
 
 
-def test_without_a_coefficient_the_entropy_is_estimated_from_the_sampled_tokens() -> None:
+def test_without_a_coefficient_the_entropy_is_estimated_from_samples() -> None:
     """The estimate is a metric and no part of the loss."""
     case, algorithm = Case.make(2), load("dapo")
     packed = pack(case, algorithm.make_batch(case.rollouts).samples, 0)
@@ -402,7 +402,7 @@ def test_without_a_coefficient_the_entropy_is_estimated_from_the_sampled_tokens(
     assert estimated[0].item() == exact[0].item()
 
 
-# What holds for every algorithm.
+# Properties of every algorithm.
 
 
 def everything_on(name: str) -> Any:
@@ -418,8 +418,8 @@ def test_microbatches_add_up(name: str) -> None:
     samples = algorithm.make_batch(case.rollouts).samples
     loss, gradients, metrics = run(algorithm, pack(case, samples, 0))
     parts: dict[int, list[int]] = defaultdict(list)
-    for place in range(len(samples)):
-        parts[rng.randrange(4)].append(place)
+    for index in range(len(samples)):
+        parts[rng.randrange(4)].append(index)
     assert len(parts) > 2
     summed: dict[str, float] = defaultdict(float)
     for part in parts.values():
@@ -436,7 +436,7 @@ def test_microbatches_add_up(name: str) -> None:
 
 @pytest.mark.parametrize("name", REWARDED)
 def test_the_first_step_is_plain_policy_gradient(name: str) -> None:
-    """Before any update, the policy is the one that sampled, and may be the reference policy."""
+    """Before any update, the policy equals the one that sampled, and may equal the reference policy."""
     case = Case.make(3, spread=0.0)
     for rollout in case.rollouts:
         rollout.reference_logprobs = rollout.logprobs
@@ -505,8 +505,8 @@ def rollouts_of(groups: list[list[float]]) -> list[Rollout]:
 
 def advantages_of(algorithm: Any, rollouts: list[Rollout]) -> list[float]:
     """One advantage for each rollout, in order."""
-    found = {id(s.tokens): s.advantages[-1] for s in algorithm.make_batch(rollouts).samples}
-    return [found[id(rollout.tokens)] for rollout in rollouts]
+    advantages = {id(s.tokens): s.advantages[-1] for s in algorithm.make_batch(rollouts).samples}
+    return [advantages[id(rollout.tokens)] for rollout in rollouts]
 
 
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "dapo", "gspo", "cispo"])
@@ -525,7 +525,7 @@ def test_advantages_of_a_group_have_mean_zero(name: str, groups: list[list[float
 
 
 @given(groups=rewards_of_groups)
-def test_reinforce_pp_has_mean_zero_and_variance_one_over_the_tokens_of_a_batch(groups: list[list[float]]) -> None:
+def test_reinforce_pp_normalizes_advantages_over_the_tokens_of_a_batch(groups: list[list[float]]) -> None:
     rollouts = rollouts_of(groups)
     advantages = advantages_of(load("reinforce_pp"), rollouts)
     tokens = [a for rollout, a in zip(rollouts, advantages, strict=True) for _ in rollout.tokens]
@@ -556,7 +556,7 @@ def test_equal_rewards_have_advantage_zero_even_if_their_mean_is_rounded() -> No
         assert set(advantages_of(load(name), rollouts_of([rewards]))) == {0.0}
 
 
-def test_a_group_of_one() -> None:
+def test_a_group_of_one_has_no_advantage() -> None:
     alone = rollouts_of([[1.0], [0.0, 1.0]])
     for name in ("grpo", "dr_grpo", "dapo", "gspo", "cispo"):
         assert advantages_of(load(name), alone)[0] == 0
@@ -566,7 +566,7 @@ def test_a_group_of_one() -> None:
     assert advantages_of(load("rloo"), alone[1:]) == [0, 0]
 
 
-def test_settings_of_advantages() -> None:
+def test_settings_of_advantages_and_unscored_rollouts() -> None:
     rollouts = rollouts_of([[0.0, 1.0]])
     assert advantages_of(load("grpo", normalize_std=False), rollouts) == [-0.5, 0.5]
     assert advantages_of(load("rloo"), rollouts) == [-1, 1]
@@ -587,9 +587,9 @@ def totals(batch: Batch) -> list[float]:
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_minibatches_are_a_deterministic_partition(name: str) -> None:
     rollouts, algorithm = make_rollouts(1, groups=3, size=5), load(name)
-    batch, again, other = (algorithm.make_batch(rollouts, minibatches=4, seed=seed) for seed in (1, 1, 2))
+    batch, again, reshuffled = (algorithm.make_batch(rollouts, minibatches=4, seed=seed) for seed in (1, 1, 2))
     assert batch == again
-    assert batch != other
+    assert batch != reshuffled
     assert sorted(map(len, batch.minibatches)) == [3, 4, 4, 4]
     assert sorted(id(s.tokens) for s in batch.samples) == sorted(id(r.tokens) for r in rollouts)
     for minibatch, total in zip(batch.minibatches, totals(batch), strict=True):
@@ -602,7 +602,7 @@ def test_minibatches_are_a_deterministic_partition(name: str) -> None:
 
 @pytest.mark.parametrize("name", REWARDED)
 def test_failed_rollouts_do_not_affect_the_others(name: str) -> None:
-    """They change neither the advantages nor the weights of the others."""
+    """They change neither advantages nor weights of the others."""
     rollouts, algorithm = make_rollouts(2), load(name)
     failed = [copy.deepcopy(rollouts[0]) for _ in range(2)]
     for rollout, reason in zip(failed, ("error", "abort"), strict=True):
@@ -627,7 +627,7 @@ def test_truncated_rollouts_can_be_masked() -> None:
     assert advantages_of(keeping, rollouts)[1:] == advantages_of(masking, rollouts)[1:]
 
 
-def test_a_batch_of_failures_has_loss_zero() -> None:
+def test_a_batch_of_failures_has_zero_loss() -> None:
     case = Case.make(1)
     for rollout in case.rollouts:
         rollout.finish_reason = "error"
@@ -647,7 +647,7 @@ def test_only_sampled_tokens_count() -> None:
             (rollout,) = (r for r in rollouts if r.tokens is sample.tokens)
             assert [w > 0 for w in sample.weights] == rollout.sampled
             assert sample.prompt == rollout.prompt.tokens
-            assert sample.logprobs is (None if name == "sft" else rollout.logprobs)  # nobody drew a demonstration
+            assert sample.logprobs is (None if name == "sft" else rollout.logprobs)  # a demonstration was not sampled
             assert sample.reference_logprobs is rollout.reference_logprobs
     rollouts[0].logprobs = rollouts[0].logprobs[1:]
     with pytest.raises(ValueError, match="entries in `sampled`"):
@@ -664,7 +664,7 @@ def test_metrics_of_a_batch() -> None:
         {
             "reward": 0.75,
             "reward/std": math.sqrt(3) / 4,
-            "rewards/right": 0.5,  # of those that have one
+            "rewards/right": 0.5,  # over the rollouts that have it
             "rewards/short": 0.5,
             "length/mean": 1.5,
             "length/min": 1,
@@ -681,10 +681,10 @@ def test_metrics_of_a_batch() -> None:
 # DAPO.
 
 
-def test_dynamic_sampling() -> None:
+def test_dynamic_sampling_drops_groups_of_equal_rewards() -> None:
     even, uneven = rollouts_of([[1.0, 1.0, 1.0]]), rollouts_of([[1.0, 0.0, 1.0]])
     dapo = load("dapo", max_tokens=3, overlong_buffer=2)
-    assert not dapo.keeps(even)  # although they would be punished differently for their lengths
+    assert not dapo.keeps(even)  # although their lengths would be punished differently
     assert dapo.keeps(uneven)
     uneven[1].finish_reason = "error"
     assert not dapo.keeps(uneven)
@@ -704,7 +704,7 @@ def test_overlong_punishment(length: int, punishment: float) -> None:
 
 
 @dataclass(frozen=True)
-class Own:
+class Custom:
     """A custom algorithm, loaded by its import path."""
 
     scale: float = 1.0
@@ -727,22 +727,22 @@ class WithoutRewards(GRPO):
         return [0.0] * len(rollouts)
 
 
-class WithoutSeed(Own):
+class WithoutSeed(Custom):
     def make_batch(self, rollouts: Sequence[Rollout], *, minibatches: int = 1) -> Batch:  # type: ignore[override]
         return Batch([])
 
 
-class WithoutAnswer(Own):
+class WithoutAnswer(Custom):
     needs_entropy = None  # type: ignore[assignment]
 
 
-def test_a_dotted_path() -> None:
-    loaded = load_algorithm(f"{__name__}:Own", {"scale": 2.0})
-    assert isinstance(loaded, Own)
+def test_a_custom_algorithm_is_loaded_by_its_path() -> None:
+    loaded = load_algorithm(f"{__name__}:Custom", {"scale": 2.0})
+    assert isinstance(loaded, Custom)
     assert loaded.scale == 2
 
 
-def test_the_documented_custom_algorithm(tmp_path: Path) -> None:
+def test_the_documented_custom_algorithm_works(tmp_path: Path) -> None:
     text = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text(encoding="utf-8")
     (tmp_path / "bold.py").write_text(text.split("```python")[-1].split("```")[0], encoding="utf-8")
     bold = load_algorithm(f"{tmp_path}/bold.py:Bold", {"boost": 3, "normalize_std": False})
@@ -780,14 +780,14 @@ def test_the_documented_custom_algorithm(tmp_path: Path) -> None:
         ("no.such.module:Name", {}, "there is no module 'no'"),
         ("math:Name", {}, "math has no 'Name'"),
         ("math:pi", {}, "is a float, not a class or function"),
-        (f"{__name__}:Own", {"scael": 1}, "scael: algorithm .* has no such setting; did you mean 'scale'"),
+        (f"{__name__}:Custom", {"scael": 1}, "scael: algorithm .* has no such setting; did you mean 'scale'"),
         (f"{__name__}:WithoutSeed", {}, "make_batch.rollouts, minibatches=, seed=.: .*'seed'"),
         (f"{__name__}:WithoutAnswer", {}, "must have `needs_entropy`, True or False"),
         (f"{__name__}:WithoutRewards", {}, r"called as advantages\(rollouts, rewards\): too many positional arguments"),
         ("fractions:Fraction", {}, "must have `source`, one of policy, demonstrations, pairs"),
     ],
 )
-def test_loading_errors(name: str, settings: dict[str, Any], message: str) -> None:
+def test_an_algorithm_that_cannot_be_loaded_is_refused(name: str, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         load_algorithm(name, settings)
 
@@ -808,7 +808,7 @@ def test_settings_can_be_compared_but_not_changed() -> None:
     assert not any((algorithm.needs_reference, algorithm.needs_entropy, algorithm.needs_old_logprobs))
 
 
-# TRL, for algorithms that it defines in the same way.
+# TRL, for algorithms that it defines like rollgraph.
 
 SAME_IN_TRL = {  # our algorithm and its settings; TRL's loss type, and settings that differ from the common ones
     "grpo": ("grpo", {}, "grpo", {}),
@@ -837,7 +837,7 @@ def test_trl_has_the_same_loss(which: str) -> None:
     loss, gradients, metrics = run(algorithm, pack(case, samples, 0))
 
     width = max(len(sample.tokens) for sample in samples)
-    numbers = in_order_of(case, samples)
+    numbers = rollout_indices(case, samples)
 
     def pad(rows: list[Any]) -> Tensor:
         return torch.tensor([[*row, *[0.0] * (width - len(row))] for row in rows], dtype=torch.float64)

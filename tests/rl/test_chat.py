@@ -34,7 +34,7 @@ def call(expression: str) -> str:
 
 
 class Policy:
-    """Writes these turns in order, whatever it reads, and ends each with eos."""
+    """Writes `turns` in order, whatever it reads, and ends each with eos."""
 
     def __init__(self, *turns: str, reason: str = "stop") -> None:
         self._turns = turns
@@ -47,13 +47,13 @@ class Policy:
             contexts = self.contexts.setdefault(key, [])
             contexts.append(tokens)
             text = self._turns[len(contexts) - 1]
-            written = [*text.encode(), *([EOS] if self._reason == "stop" else [])]
-            turns.append(Turn(written, [-0.5] * len(written), text, self._reason))
+            turn_tokens = [*text.encode(), *([EOS] if self._reason == "stop" else [])]
+            turns.append(Turn(turn_tokens, [-0.5] * len(turn_tokens), text, self._reason))
         return turns
 
 
 def prompts_of(environment: Chat, *rows: dict[str, Any]) -> list[Prompt]:
-    """As a run makes them."""
+    """The prompts of these rows, made as a run makes them."""
     options = {"prompts_per_step": len(rows), "seed": 0, "shuffle": False, "chat": True, "tools": environment.tools}
     return PromptData(make_rows(rows), TOKENIZER, **options).next_prompts()
 
@@ -63,13 +63,13 @@ def run(environment: Chat, policy: Policy, **columns: Any) -> Rollout:
     return rollout
 
 
-def test_a_conversation_with_a_tool() -> None:
+def test_a_conversation_with_a_tool_calls_it_and_shows_its_results() -> None:
     environment = make(tools=[calculate])
     policy = Policy("so " + call("6*7"), call("6*7)"), call("42+1") + call("1/0"), "43")
     rollout = run(environment, policy)
-    shown = TOKENIZER.decode(rollout.prompt.tokens)
-    assert '"name": "calculate"' in shown
-    assert shown.endswith("user: 6*7+1?\nassistant: ")
+    prompt_text = TOKENIZER.decode(rollout.prompt.tokens)
+    assert '"name": "calculate"' in prompt_text
+    assert prompt_text.endswith("user: 6*7+1?\nassistant: ")
     results = ["42", "error: invalid syntax", "43", "error: division by zero"]
     assert [m["content"] for m in rollout.messages if m["role"] == "tool"] == results
     assert rollout.messages[0] == {
@@ -80,45 +80,45 @@ def test_a_conversation_with_a_tool() -> None:
     assert (rollout.text, rollout.finish_reason) == ("43", "stop")
     assert [span.kind for span in rollout.spans] == ["turn", "reply"] * 3 + ["turn"]
     assert rollout.spans[1].text == "\ntool: 42<|eos|>\nassistant: "
-    written = "".join(
+    inserted_text = "".join(
         "" if sampled else TOKENIZER.decode([token], skip_special=False)
         for token, sampled in zip(rollout.tokens, rollout.sampled, strict=True)
     )
-    assert written == "".join(span.text for span in rollout.spans if span.kind == "reply")
-    # The policy reads what it wrote, token by token, and its own eos is not repeated.
+    assert inserted_text == "".join(span.text for span in rollout.spans if span.kind == "reply")
+    # The policy reads its own tokens, not the encoding of its text, and its eos is not repeated.
     contexts = policy.contexts[0]
     assert contexts[-1] == [*rollout.prompt.tokens, *rollout.tokens[: rollout.spans[-1].start]]
     assert all(longer[: len(shorter)] == shorter for shorter, longer in pairwise(contexts))
     assert bytes(rollout.tokens[: rollout.spans[0].end - 1]).decode() == "so " + call("6*7")
 
 
-def test_messages_of_a_user_are_those_that_the_template_would_write() -> None:
-    asked: list[list[dict[str, Any]]] = []
+def test_messages_are_written_as_by_the_template() -> None:
+    conversations: list[list[dict[str, Any]]] = []
 
     def reply(messages: list[dict[str, Any]], prompt: Prompt) -> list[dict[str, Any]] | None:
-        asked.append(json.loads(json.dumps(messages)))
-        messages.clear()  # its own copy
-        return [{"role": "user", "content": f"{prompt.columns['answer']}?"}] if len(asked) < 3 else None
+        conversations.append(json.loads(json.dumps(messages)))
+        messages.clear()  # it is a copy
+        return [{"role": "user", "content": f"{prompt.columns['answer']}?"}] if len(conversations) < 3 else None
 
     rollout = run(make(reply=reply), Policy("a", "b", "c"), answer="43")
     conversation = [*(rollout.prompt.messages or []), *rollout.messages]
     assert [message["content"] for message in conversation] == ["6*7+1?", "a", "43?", "b", "43?", "c"]
-    assert asked == [conversation[:2], conversation[:4], conversation]
-    whole = TOKENIZER.encode_chat(conversation, add_generation_prompt=False)
-    assert [*rollout.prompt.tokens, *rollout.tokens, *b"\n"] == whole
+    assert conversations == [conversation[:2], conversation[:4], conversation]
+    full_tokens = TOKENIZER.encode_chat(conversation, add_generation_prompt=False)
+    assert [*rollout.prompt.tokens, *rollout.tokens, *b"\n"] == full_tokens
 
 
-def test_calls_that_no_tool_can_run_are_told_to_the_policy() -> None:
+def test_the_policy_is_told_of_calls_that_cannot_be_run() -> None:
     turns = ["<tool_call>{</tool_call>", '<tool_call>{"name": "multiply", "arguments": {}}</tool_call>', "done"]
     rollout = run(make(tools=[calculate]), Policy(*turns))
-    told = [message["content"] for message in rollout.messages if message["role"] == "tool"]
-    assert told[0].startswith("error: the call is not JSON")
-    assert told[1] == "error: there is no tool 'multiply' (there is: calculate)"
+    tool_messages = [message["content"] for message in rollout.messages if message["role"] == "tool"]
+    assert tool_messages[0].startswith("error: the call is not JSON")
+    assert tool_messages[1] == "error: there is no tool 'multiply' (there is: calculate)"
     assert rollout.messages[0] == {"role": "assistant", "content": turns[0]}
     assert rollout.finish_reason == "stop"
 
 
-def test_a_tool_that_raises_is_told_and_counted_and_its_output_is_limited() -> None:
+def test_errors_of_a_tool_are_counted_and_its_output_is_limited() -> None:
     def calculate(expression: str) -> str:
         """Calculate.
 
@@ -131,8 +131,8 @@ def test_a_tool_that_raises_is_told_and_counted_and_its_output_is_limited() -> N
 
     environment = make(tools=[calculate], max_result_characters=10)
     rollout = run(environment, Policy(call("1"), call("long"), "done"))
-    told = [message["content"] for message in rollout.messages if message["role"] == "tool"]
-    assert told == ["error: Ari... (16 more characters)", "<|eos|>999... (47 more characters)"]
+    tool_messages = [message["content"] for message in rollout.messages if message["role"] == "tool"]
+    assert tool_messages == ["error: Ari... (16 more characters)", "<|eos|>999... (47 more characters)"]
     assert EOS not in rollout.tokens[rollout.spans[3].start : rollout.spans[3].end - len("\nassistant: ") - 1]
     assert environment.failures == {"calculate/ArithmeticError": 1}
     (message,) = environment.unread()
@@ -150,24 +150,24 @@ def test_a_tool_may_have_any_parameter_names() -> None:
         """
         return f"{function} {self}"
 
-    written = '<tool_call>{"name": "calculate", "arguments": {"function": "f", "self": 2}}</tool_call>'
-    rollout = run(make(tools=[calculate]), Policy(written, "done"))
+    call_text = '<tool_call>{"name": "calculate", "arguments": {"function": "f", "self": 2}}</tool_call>'
+    rollout = run(make(tools=[calculate]), Policy(call_text, "done"))
     assert rollout.messages[1]["content"] == "f 2"
 
 
-def test_a_schema_is_run_by_the_reply() -> None:
+def test_a_tool_that_is_only_a_schema_is_run_by_the_reply() -> None:
     schema = {"type": "function", "function": {"name": "calculate", "description": "?", "parameters": {}}}
 
     async def reply(messages: list[dict[str, Any]], prompt: Prompt) -> list[dict[str, Any]]:
-        asked = messages[-1].get("tool_calls", [])
-        return [{"role": "tool", "content": each["function"]["arguments"]["expression"] + "!"} for each in asked]
+        tool_calls = messages[-1].get("tool_calls", [])
+        return [{"role": "tool", "content": each["function"]["arguments"]["expression"] + "!"} for each in tool_calls]
 
     rollout = run(make(tools=[schema], reply=reply), Policy(call("6*7"), "done"))
     assert [message["content"] for message in rollout.messages] == ["", "6*7!", "done"]
 
 
-def test_rewards_of_turns() -> None:
-    """Of each turn with what followed it, also of one that was cut; None is no reward."""
+def test_each_turn_may_have_a_reward() -> None:
+    """Each turn is rated with its reply, even if it was cut. None is no reward."""
 
     def reward(messages: list[dict[str, Any]], prompt: Prompt) -> float | None:
         last = messages[-1]
@@ -194,12 +194,12 @@ def again(messages: list[dict[str, Any]], prompt: Prompt) -> list[dict[str, Any]
     return [{"role": "user", "content": "again"}]
 
 
-def test_limits() -> None:
+def test_turns_and_tokens_are_limited() -> None:
     rollout = run(make(reply=again, max_turns=2), Policy("a", "b"))
     assert [span.kind for span in rollout.spans] == ["turn", "reply", "turn"]
     assert [message["role"] for message in rollout.messages] == ["assistant", "user", "assistant"]
     assert rollout.finish_reason == "length"
-    reply = len("\nuser: again.\nassistant: ")  # the point stands for eos
+    reply = len("\nuser: again.\nassistant: ")  # the dot stands for eos
     for most in range(1, 2 * reply + 8):
         rollout = run(make(reply=again, max_tokens=most), Policy("a", "b", "c"))
         assert len(rollout.tokens) <= most
@@ -225,7 +225,7 @@ WRONG: list[tuple[Callable[..., Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("reply", "kind", "message"), WRONG)
-def test_a_wrong_reply_costs_its_own_rollout(reply: Callable[..., Any], kind: str, message: str) -> None:
+def test_a_wrong_reply_fails_only_its_own_rollout(reply: Callable[..., Any], kind: str, message: str) -> None:
     environment = make(reply=reply, timeout=0.05 if reply is hang else 120)
     rollout = run(environment, Policy("a"))
     assert rollout.finish_reason == "error"
@@ -233,14 +233,14 @@ def test_a_wrong_reply_costs_its_own_rollout(reply: Callable[..., Any], kind: st
     assert message in environment.messages[kind]
 
 
-def test_a_prompt_that_is_no_chat_has_no_messages() -> None:
+def test_a_prompt_that_is_not_a_chat_is_an_error() -> None:
     environment = make(reply=again)
     (rollout,) = environment.run(Policy("a"), [Prompt(3, (1,), "?")])
     assert rollout.finish_reason == "error"
     assert environment.messages == {"ValueError": "prompt 3 is not a chat, so no messages can follow it"}
 
 
-def test_loading(tmp_path: Path) -> None:
+def test_options_of_chat_are_loaded_and_checked(tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     path.write_text(
         "def reply(messages, prompt): return None\n"
@@ -308,7 +308,7 @@ def test_each_rollout_has_an_episode_of_its_own() -> None:
     assert [rollout.finish_reason for rollout in rollouts] == ["length", "length", "stop", "stop"]
 
 
-def test_classes_that_are_no_episodes() -> None:
+def test_classes_that_are_no_episodes_are_refused() -> None:
     class Misspelt(Counting):
         tools = ("ad",)
 

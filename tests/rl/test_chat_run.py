@@ -1,4 +1,4 @@
-"""A whole run in an environment of messages: the example, with a user who always asks again."""
+"""Whole runs of the chat example, with a user who always asks again."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def broken(messages, prompt):
 
 def example(folder: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], *overrides: str) -> Config:
     monkeypatch.chdir(ROOT)
-    made = runpy.run_path("examples/calculator_chat.py")
-    made["main"](folder / "data")
+    script = runpy.run_path("examples/calculator_chat.py")
+    script["main"](folder / "data")
     (folder / "asks.py").write_text(ASKS)
-    given = [f"output={folder / 'run'}", "graph.impl=none", "log.progress=plain", "log.sinks=[jsonl]"]
-    given += [f"data.train={folder / 'data' / 'train.jsonl'}", "data.validation=null", "rollout.max_tokens=12"]
-    given += [f"rollout.environment.options.{name}={json.dumps(value)}" for name, value in options.items()]
-    return load_config(ROOT / "examples" / "calculator_chat.yaml", [*given, *overrides])
+    settings = [f"output={folder / 'run'}", "graph.impl=none", "log.progress=plain", "log.sinks=[jsonl]"]
+    settings += [f"data.train={folder / 'data' / 'train.jsonl'}", "data.validation=null", "rollout.max_tokens=12"]
+    settings += [f"rollout.environment.options.{name}={json.dumps(value)}" for name, value in options.items()]
+    return load_config(ROOT / "examples" / "calculator_chat.yaml", [*settings, *overrides])
 
 
 def test_a_run_learns_from_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,7 +66,7 @@ def test_a_run_learns_from_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert rollout.reward == sum(span.reward for span in rollout.spans)
         assert len(rollout.messages) == len(rollout.spans)
         assert {message["content"] for message in rollout.messages if message["role"] == "user"} <= {"again"}
-    for row in metrics_of(tmp_path / "run"):  # training sees the log-probabilities that all turns were drawn with
+    for row in metrics_of(tmp_path / "run"):  # training has the log-probabilities that the turns were sampled with
         assert row["policy/token_mult_prob_error_max"] == 1.0
         assert row["rewards/environment"] == row["reward"]
 
@@ -81,7 +81,7 @@ def test_a_reply_that_always_fails_is_named(
     assert f"the environment failed: OSError: no disk ({tmp_path / 'asks.py'}:10)" in capsys.readouterr().out
 
 
-def test_mistakes_are_found_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mistakes_are_reported_before_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for options, message in [
         ({"tools": ["rollgraph.rl.calculator:calculat"]}, r"rollout\.environment: .*did you mean 'calculate'"),
         ({"tools": [{"name": "f"}]}, r"rollout\.environment\.options\.tools: .* is neither a function nor a schema"),
@@ -95,14 +95,14 @@ def test_mistakes_are_found_before_the_run(tmp_path: Path, monkeypatch: pytest.M
             check_inputs(example(tmp_path, monkeypatch, options), ONE)
 
 
-def test_a_program_asks_as_the_environment_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The template shows the policy its tools, and every prompt is a chat."""
+def test_a_program_prompts_the_policy_as_the_environment_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The chat template shows the tools, and every prompt is a chat."""
     run = make_run(example(tmp_path, monkeypatch, {}), ONE)
     with TrainedRun(run.config, ONE, NO_OBJECTS, run, ExitStack()) as trained:
         prompt = run.inputs.data.next_prompts()[0]
         assert prompt.messages is not None
         assert "calculate" in prompt.text
-        asked: list[list[int]] = []
-        monkeypatch.setattr(trained.policy.engine, "generate", lambda tokens, params: asked.extend(tokens) or [])
+        prompts: list[list[int]] = []
+        monkeypatch.setattr(trained.policy.engine, "generate", lambda tokens, params: prompts.extend(tokens) or [])
         assert trained.generate([prompt.messages]) == []
-        assert asked == [list(prompt.tokens)]
+        assert prompts == [list(prompt.tokens)]

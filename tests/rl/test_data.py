@@ -1,4 +1,4 @@
-"""Data: what a file may hold, and an order that depends on neither ranks nor interruptions."""
+"""Data: valid files, and an order of prompts that depends on neither ranks nor interruptions."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ def test_resuming_does_not_change_the_order(
     rows: int, seed: int, before: int, after: int, old: int, data: st.DataObject
 ) -> None:
     new = data.draw(st.integers(1, 4), label="ranks after the resume")
-    whole = PromptData(rows_of(rows), TOKENIZER, prompts_per_step=4, seed=seed)
-    expected = ids_of(whole, before + after)
+    uninterrupted = PromptData(rows_of(rows), TOKENIZER, prompts_per_step=4, seed=seed)
+    expected = ids_of(uninterrupted, before + after)
     saved = PromptData(rows_of(rows), TOKENIZER, prompts_per_step=4, seed=seed, rank=old - 1, ranks=old)
     ids_of(saved, before)
     state = json.loads(json.dumps(saved.state()))
@@ -83,7 +83,7 @@ def test_resuming_does_not_change_the_order(
     assert [[i for part in step for i in part] for step in zip(*(ids_of(r, after) for r in resumed), strict=True)] == (
         expected[before:]
     )
-    assert all(part.state() == whole.state() for part in resumed)
+    assert all(part.state() == uninterrupted.state() for part in resumed)
 
 
 @pytest.mark.parametrize("changed", [{"prompt": "another", "answer": 3}, {"prompt": "number 3", "answer": 4}])
@@ -92,22 +92,22 @@ def test_a_state_is_refused_if_the_content_changed(changed: dict[str, Any]) -> N
     data.next_prompts()
     rows = rows_of(8)
     rows[3] = make_rows([changed])[0]
-    other = PromptData(rows, TOKENIZER, prompts_per_step=2, seed=1)
+    changed_data = PromptData(rows, TOKENIZER, prompts_per_step=2, seed=1)
     with pytest.raises(DataError, match="row: its rows are not those of the saved state"):
-        other.load_state(data.state())
-    assert other.state()["cursor"] == 0
-    again = PromptData(rows_of(8), TOKENIZER, prompts_per_step=2, seed=1)
-    again.load_state(json.loads(json.dumps(data.state())))
-    assert again.state() == data.state()
+        changed_data.load_state(data.state())
+    assert changed_data.state()["cursor"] == 0
+    same_data = PromptData(rows_of(8), TOKENIZER, prompts_per_step=2, seed=1)
+    same_data.load_state(json.loads(json.dumps(data.state())))
+    assert same_data.state() == data.state()
 
 
 def test_the_order_is_pinned_and_differs_by_seed_and_epoch() -> None:
     """A run may be resumed with another version of numpy, so the order itself is part of the format."""
     data = PromptData(rows_of(8), TOKENIZER, prompts_per_step=8, seed=1)
-    other = PromptData(rows_of(8), TOKENIZER, prompts_per_step=8, seed=2)
+    other_seed = PromptData(rows_of(8), TOKENIZER, prompts_per_step=8, seed=2)
     first, second = ids_of(data, 2)
     assert first == [5, 3, 1, 0, 7, 4, 6, 2]
-    assert len({tuple(first), tuple(second), tuple(ids_of(other, 1)[0])}) == 3
+    assert len({tuple(first), tuple(second), tuple(ids_of(other_seed, 1)[0])}) == 3
 
 
 def test_a_state_of_other_data_is_refused() -> None:
@@ -127,7 +127,7 @@ def test_a_state_of_other_data_is_refused() -> None:
     assert data.state() == state
 
 
-def test_text_chats_and_columns(tmp_path: Path) -> None:
+def test_a_row_has_text_or_a_chat_and_columns(tmp_path: Path) -> None:
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
     path = write(
         tmp_path,
@@ -147,7 +147,7 @@ def test_text_chats_and_columns(tmp_path: Path) -> None:
     wrapped, same = data.next_prompts()
     assert wrapped.text == TOKENIZER.render_chat([{"role": "user", "content": "1+1="}])
     assert wrapped.tokens[0] == TOKENIZER.bos_id
-    assert wrapped.messages is None  # the row has text, and so have its rewards
+    assert wrapped.messages is None  # the row has text, so its rewards get text
     assert same == chat
     assert data.columns == {"answer", "source"}
 
@@ -191,7 +191,7 @@ BAD_LINES: list[tuple[str | bytes, str]] = [
 
 
 @pytest.mark.parametrize(("line", "message"), BAD_LINES, ids=range(len(BAD_LINES)))
-def test_a_bad_line_is_named(tmp_path: Path, line: str | bytes, message: str) -> None:
+def test_a_bad_line_is_reported_with_its_number(tmp_path: Path, line: str | bytes, message: str) -> None:
     path = write(tmp_path, '{"prompt": "fine"}', line)
     with pytest.raises(DataError, match=message) as caught:
         load_rows(path)
@@ -228,17 +228,17 @@ def test_a_prompt_that_cannot_be_encoded_is_reported_or_dropped(tmp_path: Path) 
         PromptData(make_rows([{"prompt": "xyz"}]), tokenizer, too_long="drop", **options)
 
 
-def test_rows_are_encoded_together_as_they_are_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_encoded_in_chunks_equal_rows_encoded_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rollgraph.rl.data.prompts.ENCODE_CHUNK", 3)
     rows = make_rows([{"prompt": "x" * (1 + i % 5)} for i in range(8)])
-    told: list[tuple[int, int]] = []
+    done: list[tuple[int, int]] = []
     options: dict[str, Any] = {"prompts_per_step": 8, "seed": 0, "shuffle": False}
-    measured = PromptData(rows, TOKENIZER, max_prompt_tokens=9, on_progress=lambda *part: told.append(part), **options)
+    measured = PromptData(rows, TOKENIZER, max_prompt_tokens=9, on_progress=lambda *part: done.append(part), **options)
     assert measured.next_prompts() == PromptData(rows, TOKENIZER, **options).next_prompts()
-    assert (measured.longest_prompt, told) == (5, [(0, 8), (3, 8), (6, 8)])
+    assert (measured.longest_prompt, done) == (5, [(0, 8), (3, 8), (6, 8)])
 
 
-def test_files_that_are_not_data(tmp_path: Path) -> None:
+def test_files_that_are_not_data_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="has no rows"):
         load_rows(write(tmp_path, "", "  "))
     with pytest.raises(DataError, match="no such file"):
@@ -279,7 +279,7 @@ def test_arguments_are_checked(tmp_path: Path) -> None:
 
 
 @given(count=st.integers(1, 30), held_out=st.integers(0, 29) | st.floats(0, 0.9), seed=seeds)
-def test_split(count: int, held_out: int | float, seed: int) -> None:
+def test_a_split_holds_out_each_row_at_most_once(count: int, held_out: int | float, seed: int) -> None:
     rows = rows_of(count)
     expected = held_out if isinstance(held_out, int) else max(1, round(held_out * count)) if held_out else 0
     if expected >= count:
@@ -293,8 +293,8 @@ def test_split(count: int, held_out: int | float, seed: int) -> None:
     assert (train, held) == split(rows, held_out, seed)
 
 
-def test_columns_become_what_json_can_hold() -> None:
-    """They travel to other ranks and into checkpoints."""
+def test_columns_are_converted_to_json() -> None:
+    """They are sent to other ranks and saved in checkpoints."""
     day, clock = datetime.date(2024, 2, 29), datetime.time(12, 30)
     entry = {
         "prompt": "a",
@@ -322,19 +322,19 @@ def test_columns_become_what_json_can_hold() -> None:
         ({1, 2}, "mine:2: the column 'image' holds set"),
     ],
 )
-def test_columns_that_json_cannot_hold(value: Any, message: str) -> None:
+def test_columns_that_json_cannot_hold_are_refused(value: Any, message: str) -> None:
     with pytest.raises(DataError, match=re.escape(message)):
         make_rows([{"prompt": "a"}, {"prompt": "b", "image": value}], name="mine")
 
 
-def test_parquet_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parquet_without_pyarrow_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     (tmp_path / "data.parquet").touch()
     with pytest.raises(ImportError, match=r"pip install 'rollgraph\[parquet\]'"):
         load_rows(tmp_path / "data.parquet")
 
 
-def test_parquet(tmp_path: Path) -> None:
+def test_parquet_rows_are_read(tmp_path: Path) -> None:
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     path = tmp_path / "data.parquet"
     path.write_bytes(b"no parquet")
@@ -345,8 +345,8 @@ def test_parquet(tmp_path: Path) -> None:
     assert [row.prompt for row in load_rows(path)] == ["a", [{"role": "user", "content": "b"}]]
 
 
-def test_parquet_and_json_lines_give_the_same_data(tmp_path: Path) -> None:
-    """With every kind of column, in several row groups: rows, columns and fingerprint are the same."""
+def test_parquet_and_json_lines_hold_the_same_data(tmp_path: Path) -> None:
+    """Rows, columns of every kind and fingerprints are the same, also with several row groups."""
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     entries = [{"prompt": f"{i}+1=", "answer": i + 1, "tags": ["a", str(i)], "more": {"x": i / 4}} for i in range(50)]
     parquet.write_table(arrow.Table.from_pylist(entries), tmp_path / "data.parquet", row_group_size=7)

@@ -1,4 +1,4 @@
-"""Completions that somebody wrote: which tokens they have, and which of them are the assistant's."""
+"""Offline data: the tokens of written completions, and which of them are the assistant's."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from rollgraph.types import Rollout
 
 BYTES = ByteTokenizer()
 EOS = "<|eos|>"
-UNCHANGED = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}  # of a token in the file
+UNCHANGED = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}  # of an added token
 
 
-def written(*rows: dict[str, Any], source: str = "demonstrations", **options: Any) -> OfflineData:
-    given = {"max_tokens": 200, "chat": False, "prompts_per_step": len(rows), "seed": 0, "shuffle": False} | options
-    tokenizer = given.pop("tokenizer", BYTES)
-    return load_offline_data(make_rows(rows), tokenizer, source, **given)
+def make_data(*rows: dict[str, Any], source: str = "demonstrations", **options: Any) -> OfflineData:
+    settings = {"max_tokens": 200, "chat": False, "prompts_per_step": len(rows), "seed": 0, "shuffle": False} | options
+    tokenizer = settings.pop("tokenizer", BYTES)
+    return load_offline_data(make_rows(rows), tokenizer, source, **settings)
 
 
-def marked(rollout: Rollout, tokenizer: Tokenizer = BYTES) -> str:
-    """The text of a rollout, with each run of tokens that are trained on in brackets."""
+def mark_trained(rollout: Rollout, tokenizer: Tokenizer = BYTES) -> str:
+    """The text of a rollout, with the tokens that are trained on in brackets."""
     text = tokenizer.decode(rollout.prompt.tokens, skip_special=False) + "|"
     inside = False
     for token, trained in zip([*rollout.tokens, None], [*rollout.sampled, False], strict=True):
@@ -37,10 +37,10 @@ def marked(rollout: Rollout, tokenizer: Tokenizer = BYTES) -> str:
     return text
 
 
-def one(row: dict[str, Any], **options: Any) -> str:
-    (rollout,) = written(row, **options).next_rollouts()
+def mark_row(row: dict[str, Any], **options: Any) -> str:
+    (rollout,) = make_data(row, **options).next_rollouts()
     assert len(rollout.tokens) == len(rollout.sampled) == len(rollout.logprobs)
-    return marked(rollout)
+    return mark_trained(rollout)
 
 
 def say(*contents: str, first: str = "user") -> list[dict[str, str]]:
@@ -50,27 +50,27 @@ def say(*contents: str, first: str = "user") -> list[dict[str, str]]:
 
 
 def test_texts_end_with_the_stop_token() -> None:
-    assert one({"prompt": "2+2=", "completion": "4"}) == f"2+2=|[4{EOS}]"
-    assert one({"prompt": "2+2=", "completion": f"4{EOS}"}) == f"2+2=|[4{EOS}]"  # not twice
-    assert one({"prompt": "2+2=", "completion": f"4{EOS}5"}) == f"2+2=|[4{EOS}5{EOS}]"
+    assert mark_row({"prompt": "2+2=", "completion": "4"}) == f"2+2=|[4{EOS}]"
+    assert mark_row({"prompt": "2+2=", "completion": f"4{EOS}"}) == f"2+2=|[4{EOS}]"  # not twice
+    assert mark_row({"prompt": "2+2=", "completion": f"4{EOS}5"}) == f"2+2=|[4{EOS}5{EOS}]"
 
 
-def test_the_chat_template_applies_to_a_demonstration_as_to_its_prompt() -> None:
-    """The template of bytes is `role: content<eos>` on a line of its own."""
-    asked = "<|bos|>user: 2+2?<|eos|>\nassistant: "
-    wanted = f"{asked}|[4{EOS}]"
-    assert one({"prompt": "2+2?", "completion": "4"}, chat=True) == wanted
-    assert one({"messages": say("2+2?", "4")}) == wanted
-    assert one({"messages": say("2+2?"), "completion": "4"}) == wanted
-    assert one({"prompt": say("2+2?"), "completion": say("4", first="assistant")}) == wanted
-    assert one({"prompt": "2+2?", "completion": say("4", first="assistant")}) == wanted
-    assert BYTES.render_chat(say("2+2?")) == asked
+def test_the_chat_template_applies_to_demonstrations_and_prompts_alike() -> None:
+    """The template of ByteTokenizer puts `role: content<eos>` on a line of its own."""
+    prompt = "<|bos|>user: 2+2?<|eos|>\nassistant: "
+    expected = f"{prompt}|[4{EOS}]"
+    assert mark_row({"prompt": "2+2?", "completion": "4"}, chat=True) == expected
+    assert mark_row({"messages": say("2+2?", "4")}) == expected
+    assert mark_row({"messages": say("2+2?"), "completion": "4"}) == expected
+    assert mark_row({"prompt": say("2+2?"), "completion": say("4", first="assistant")}) == expected
+    assert mark_row({"prompt": "2+2?", "completion": say("4", first="assistant")}) == expected
+    assert BYTES.render_chat(say("2+2?")) == prompt
 
 
-def test_all_turns_of_the_assistant_are_trained_on_and_nothing_else() -> None:
+def test_only_turns_of_the_assistant_are_trained_on() -> None:
     system = {"role": "system", "content": "be brief"}
     row = {"messages": [system, *say("hi", "hello", "bye", "ciao", "unanswered")]}
-    assert one(row) == (
+    assert mark_row(row) == (
         "<|bos|>system: be brief<|eos|>\nuser: hi<|eos|>\nassistant: |"
         f"[hello{EOS}]\nuser: bye{EOS}\nassistant: [ciao{EOS}]"
     )
@@ -78,7 +78,7 @@ def test_all_turns_of_the_assistant_are_trained_on_and_nothing_else() -> None:
 
 def test_the_assistant_may_speak_twice_in_a_row() -> None:
     row = {"messages": [*say("hi", "one"), {"role": "assistant", "content": "two"}]}
-    assert one(row).endswith(f"|[one{EOS}]\nassistant: [two{EOS}]")
+    assert mark_row(row).endswith(f"|[one{EOS}]\nassistant: [two{EOS}]")
 
 
 def test_pairs_are_groups_of_two_marked_by_their_reward() -> None:
@@ -86,9 +86,9 @@ def test_pairs_are_groups_of_two_marked_by_their_reward() -> None:
         {"prompt": "2+2=", "chosen": "4", "rejected": "five"},
         {"prompt": "x", "chosen": say("x", "y"), "rejected": say("x", "z")},  # they may repeat the prompt
     ]
-    rollouts = written(*rows, source="pairs").next_rollouts()
+    rollouts = make_data(*rows, source="pairs").next_rollouts()
     assert [(rollout.group, rollout.reward) for rollout in rollouts] == [(0, 1.0), (0, 0.0), (1, 1.0), (1, 0.0)]
-    assert [marked(rollout) for rollout in rollouts] == [
+    assert [mark_trained(rollout) for rollout in rollouts] == [
         f"2+2=|[4{EOS}]",
         f"2+2=|[five{EOS}]",
         f"<|bos|>user: x{EOS}\nassistant: |[y{EOS}]",
@@ -109,16 +109,16 @@ def test_pairs_are_groups_of_two_marked_by_their_reward() -> None:
         ({"prompt": "a", "chosen": "b", "rejected": None}, "pairs", r"the column 'rejected' is missing"),
     ],
 )  # fmt: skip
-def test_what_a_row_lacks_is_named(row: dict[str, Any], source: str, message: str) -> None:
+def test_missing_parts_of_a_row_are_named(row: dict[str, Any], source: str, message: str) -> None:
     with pytest.raises(DataError, match=message):
-        written(row, source=source, too_long="drop")  # which is about lengths only
+        make_data(row, source=source, too_long="drop")  # `too_long` is about lengths only
 
 
-def test_long_rows_are_an_error_or_left_out() -> None:
+def test_long_rows_are_refused_or_dropped() -> None:
     rows = [{"prompt": "abc", "completion": "d" * count} for count in (6, 7, 1)]
     with pytest.raises(DataError, match=r"max_tokens: row:2: the prompt with its completion has 11 tokens.* is 10, or"):
-        written(*rows, max_tokens=10)
-    data = written(*rows, max_tokens=10, too_long="drop", prompts_per_step=2)
+        make_data(*rows, max_tokens=10)
+    data = make_data(*rows, max_tokens=10, too_long="drop", prompts_per_step=2)
     assert data.prompts.dropped == 1
     assert data.completions.longest_sequence == 10
     assert [rollout.prompt.id for rollout in data.next_rollouts()] == [0, 2]
@@ -136,19 +136,19 @@ def merging_tokenizer() -> Tokenizer:
     return Tokenizer(TokenizerFiles(json.dumps(files), {"eos_token": "<e>"}, name="merging"))
 
 
-def test_tokens_are_those_of_the_whole_text_unless_one_of_them_crosses_the_border() -> None:
+def test_tokens_are_those_of_the_full_text_unless_one_crosses_the_border() -> None:
     tokenizer = merging_tokenizer()
     assert tokenizer.decode(tokenizer.encode("cab"), skip_special=False).replace(" ", "") == "_cab"
-    clean, crossing = written(
+    clean, crossing = make_data(
         {"prompt": "c", "completion": "ab"}, {"prompt": "ca", "completion": "bc"}, tokenizer=tokenizer
     ).next_rollouts()
     assert [*clean.prompt.tokens, *clean.tokens] == [*tokenizer.encode("cab"), 5]  # no second `_`
-    assert list(crossing.prompt.tokens) == tokenizer.encode("ca")  # what the policy would be asked to continue
+    assert list(crossing.prompt.tokens) == tokenizer.encode("ca")  # the prompt that the policy would continue
     assert crossing.tokens == [*tokenizer.encode("bc"), 5]
 
 
 def test_a_space_before_a_turn_is_not_the_assistants() -> None:
-    """In the whole text, it is part of the turn's first token, whose offset begins after it."""
+    """In the full text, it belongs to the first token of the turn, whose offset begins after it."""
     vocab = {token: index for index, token in enumerate(["Ġ", ":", "a", "u", "Ġa", "<e>"])}
     files = {
         "added_tokens": [{"id": 5, "content": "<e>", "special": True, **UNCHANGED}],
@@ -160,16 +160,16 @@ def test_a_space_before_a_turn_is_not_the_assistants() -> None:
     template = "{% for m in messages %}{{ m.role[0] + ': ' + m.content + '<e>' }}{% endfor %}"
     template += "{{ 'a: ' if add_generation_prompt }}"
     tokenizer = Tokenizer(TokenizerFiles(json.dumps(files), {"eos_token": "<e>", "chat_template": template}, name="t"))
-    (rollout,) = written({"messages": say("u", ":", "u", "a")}, tokenizer=tokenizer).next_rollouts()
-    assert marked(rollout, tokenizer) == "u: u<e>a: |[:<e>]u: u<e>a: [a<e>]"
+    (rollout,) = make_data({"messages": say("u", ":", "u", "a")}, tokenizer=tokenizer).next_rollouts()
+    assert mark_trained(rollout, tokenizer) == "u: u<e>a: |[:<e>]u: u<e>a: [a<e>]"
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused() -> None:
-    """Some templates leave out what a reply began with once another message follows."""
+    """Some templates drop the beginning of a reply once another message follows."""
     template = (
         "{% for m in messages %}{{ m.role }}{% if not loop.last %}*{% endif %}:{{ m.content }}<|eos|>{% endfor %}"
         "{% if add_generation_prompt %}assistant:{% endif %}"
     )
     files = TokenizerFiles(BYTES._files.tokenizer_json, {**BYTES._files.config, "chat_template": template}, name="x")
     with pytest.raises(DataError, match=r"row:1: the chat template writes the beginning of this chat differently"):
-        written({"messages": say("a", "b", "c", "d")}, tokenizer=Tokenizer(files))
+        make_data({"messages": say("a", "b", "c", "d")}, tokenizer=Tokenizer(files))

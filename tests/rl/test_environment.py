@@ -28,16 +28,16 @@ def prompt(id: int, text: str = "?") -> Prompt:
 
 
 class Script:
-    """A policy that writes what a function of (context, key) returns: a text, and perhaps the reason why it ended."""
+    """A policy that writes `write(context, key)`: a text, or a text and its finish reason."""
 
     def __init__(self, write: Callable[[str, int], str | tuple[str, str]]) -> None:
         self._write = write
         self.calls: list[list[tuple[str, int]]] = []
 
     def __call__(self, requests: list[tuple[list[int], int]]) -> list[Turn]:
-        seen = [(TOKENIZER.decode(tokens), key) for tokens, key in requests]
-        self.calls.append(seen)
-        return [self._turn(*request) for request in seen]
+        texts_and_keys = [(TOKENIZER.decode(tokens), key) for tokens, key in requests]
+        self.calls.append(texts_and_keys)
+        return [self._turn(*request) for request in texts_and_keys]
 
     def _turn(self, context: str, key: int) -> Turn:
         written = self._write(context, key)
@@ -54,15 +54,15 @@ def make(
 
 def check(rollout: Rollout) -> None:
     assert len(rollout.tokens) == len(rollout.sampled) == len(rollout.logprobs)
-    assert all(p == (-0.5 if own else 0.0) for own, p in zip(rollout.sampled, rollout.logprobs, strict=True))
+    assert all(p == (-0.5 if on else 0.0) for on, p in zip(rollout.sampled, rollout.logprobs, strict=True))
 
 
 def sampled_text(rollout: Rollout) -> str:
-    return "".join(chr(t) if own else "_" for t, own in zip(rollout.tokens, rollout.sampled, strict=True))
+    return "".join(chr(t) if on else "_" for t, on in zip(rollout.tokens, rollout.sampled, strict=True))
 
 
-def test_a_prompt_that_comes_twice_in_a_step_has_other_noise_each_time_on_any_ranks() -> None:
-    """Eight prompts of three rows. Ranks that do not know of each other would sample the same completions."""
+def test_repeated_prompts_of_a_step_have_different_noise_on_any_ranks() -> None:
+    """Eight prompts from three rows. With noise by row alone, ranks would sample the same completions."""
 
     def keys(rank: int, ranks: int) -> list[int]:
         rows = make_rows([{"prompt": text} for text in "abc"])
@@ -77,23 +77,23 @@ def test_a_prompt_that_comes_twice_in_a_step_has_other_noise_each_time_on_any_ra
     assert [key for rank in range(3) for key in keys(rank, 3)] == alone
 
 
-def test_a_reply_that_changes_its_prompt_changes_it_for_no_other_rollout() -> None:
-    """Otherwise what a rollout becomes would depend on which reply came first."""
+def test_a_reply_that_changes_its_prompt_does_not_change_it_for_others() -> None:
+    """Otherwise a rollout would depend on the order of replies."""
 
     def count(text: str, prompt: Prompt) -> str | None:
         prompt.columns["visits"].append(text)
         return str(len(prompt.columns["visits"])) if len(prompt.columns["visits"]) < 3 else None
 
     environment = MultiTurn(TOKENIZER, count, samples_per_prompt=2, max_turns=9, max_tokens=99)
-    given = Prompt(0, (63,), "?", {"visits": []})
-    rollouts = environment.run(Script(lambda context, key: "a"), [given])
+    shared_prompt = Prompt(0, (63,), "?", {"visits": []})
+    rollouts = environment.run(Script(lambda context, key: "a"), [shared_prompt])
     assert [rollout.text for rollout in rollouts] == ["a1a2a", "a1a2a"]
-    assert given.columns == {"visits": []}
+    assert shared_prompt.columns == {"visits": []}
 
 
-def test_single_turn_groups_and_keys() -> None:
+def test_single_turns_have_groups_and_keys() -> None:
     script = Script(lambda context, key: (f"{context}{key % 2}", "length" if key % 2 else "stop"))
-    prompts = [prompt(5, "a"), prompt(3, "b"), prompt(5, "a")]  # one twice, as where an epoch ends
+    prompts = [prompt(5, "a"), prompt(3, "b"), prompt(5, "a")]  # one twice, as at the end of an epoch
     rollouts = SingleTurn(2).run(script, prompts)
     assert [(r.prompt.id, r.group, r.text, r.finish_reason) for r in rollouts] == [
         (id, group, f"{text}{i}", reason)
@@ -107,7 +107,7 @@ def test_single_turn_groups_and_keys() -> None:
     (call,) = script.calls
     assert [context for context, _ in call] == ["a", "a", "b", "b", "a", "a"]
     assert len({key for _, key in call}) == 6
-    # A sample has the same noise wherever its prompt is: alone, on another rank.
+    # The noise of a sample does not depend on the prompts beside it.
     alone = Script(lambda context, key: "x")
     SingleTurn(2).run(alone, [prompt(3, "b")])
     assert alone.calls == [call[2:4]]
@@ -117,8 +117,8 @@ def test_replies_are_not_sampled() -> None:
     def write(context: str, key: int) -> str:
         return f"t{context.count('!')}!" if context.count("!") <= key else "end"
 
-    def answer(text: str, asked: Prompt) -> str | None:
-        assert asked.text == "q"
+    def answer(text: str, original: Prompt) -> str | None:
+        assert original.text == "q"
         return "<é>" if text.endswith("!") else None
 
     script = Script(write)
@@ -130,8 +130,8 @@ def test_replies_are_not_sampled() -> None:
         check(rollout)
         assert rollout.tokens == list(rollout.text.encode())
     assert len(script.calls[0]) == 3  # the first turns, in one batch
-    asked = sorted((key, context) for call in script.calls for context, key in call)
-    assert asked == [  # a sample keeps its key, and continues all there was
+    requests = sorted((key, context) for call in script.calls for context, key in call)
+    assert requests == [  # a sample keeps its key, and continues its full context
         (key, "q" + "".join(f"t{i}!<é>" for i in range(number))) for key in range(3) for number in range(key + 2)
     ]
     assert [(span.kind, span.text) for span in rollouts[0].spans] == [
@@ -166,7 +166,7 @@ def test_sampled_tokens_are_never_tokenized_again() -> None:
     budget=st.integers(1, 20),
 )
 def test_limits_are_never_exceeded(lengths: list[int], answers: list[int], turns: int, budget: int) -> None:
-    """Compared with a model of one sample: turns and replies alternate until a limit is reached."""
+    """Compared with a simulation of one sample: turns and replies alternate until a limit is reached."""
     count = iter(range(100))
     script = Script(lambda context, key: "x" * lengths[len(script.calls) % len(lengths) - 1])
     size, reason = 0, "length"
@@ -195,7 +195,7 @@ def test_limits_are_never_exceeded(lengths: list[int], answers: list[int], turns
 
 
 @pytest.mark.parametrize("reason", ["length", "abort", "error"])
-def test_a_turn_that_did_not_end_by_itself_gets_no_reply(reason: str) -> None:
+def test_a_turn_that_was_cut_gets_no_reply(reason: str) -> None:
     script = Script(lambda context, key: ("a!", reason) if key == 0 else "a!" if context == "?" else "b")
     rollouts = make(lambda text, _: "r" if text.endswith("!") else None, samples=2).run(script, [prompt(0)])
     assert [(r.text, r.finish_reason) for r in rollouts] == [("a!", reason), ("a!rb", "stop")]
@@ -217,7 +217,7 @@ def test_a_reply_that_raises_ends_only_its_own_sample() -> None:
 
 def test_a_reply_that_exits_or_panics_ends_only_its_own_sample() -> None:
     class Panic(BaseException):
-        """As libraries in Rust raise it."""
+        """Like a panic of a library in Rust."""
 
     def answer(text: str, _: Prompt) -> Any:
         raise {"exit": SystemExit(3), "panic": Panic("no"), "stop": KeyboardInterrupt()}[text]
@@ -231,7 +231,7 @@ def test_a_reply_that_exits_or_panics_ends_only_its_own_sample() -> None:
         environment.run(Script(lambda context, key: "stop"), [prompt(0)])
 
 
-def test_a_generate_function_that_breaks_its_contract() -> None:
+def test_a_generate_function_that_breaks_its_contract_is_refused() -> None:
     with pytest.raises(ValueError, match="gave 0 turns for 2 requests"):
         SingleTurn(2).run(lambda requests: [], [prompt(0)])
     with pytest.raises(ValueError, match="2 tokens and 1 log-probabilities"):
@@ -239,7 +239,7 @@ def test_a_generate_function_that_breaks_its_contract() -> None:
     assert SingleTurn(2).run(lambda requests: [], []) == []
 
 
-def test_loading(tmp_path: Path) -> None:
+def test_environments_are_loaded_and_checked(tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     path.write_text(
         "class Fine:\n"
@@ -258,8 +258,8 @@ def test_loading(tmp_path: Path) -> None:
     assert fine.run(lambda requests: [], []) == []
     several = {"samples_per_prompt": 1, "max_turns": 1, "max_tokens": 5}
     multi = "rollgraph.rl.environment:MultiTurn"
-    made = load_environment(multi, tokenizer=TOKENIZER, reply=f"{path}:answer", stop=["</a>"], **several)
-    assert made.stop == ("</a>",)
+    environment = load_environment(multi, tokenizer=TOKENIZER, reply=f"{path}:answer", stop=["</a>"], **several)
+    assert environment.stop == ("</a>",)
     assert load_environment("rollgraph.rl.environment:SingleTurn", tokenizer=TOKENIZER, samples_per_prompt=2).stop == ()
     for name, options, message in [
         (f"{path}:Fine", {}, r"missing a required argument: 'size'; its signature is \(size\)"),
@@ -359,7 +359,7 @@ def test_any_text_gives_a_number_or_an_error(text: str) -> None:
         ("'a'*5", "only numbers"),
     ],
 )
-def test_evaluate_refuses(expression: str, message: str) -> None:
+def test_evaluate_refuses_all_but_small_arithmetic(expression: str, message: str) -> None:
     with pytest.raises(CalculatorError, match=message):
         evaluate_expression(expression)
 
@@ -380,7 +380,7 @@ def test_evaluate_refuses(expression: str, message: str) -> None:
         ("no call", None),
     ],
 )
-def test_reply(text: str, expected: str | None) -> None:
+def test_the_calculator_replies_to_the_last_call(text: str, expected: str | None) -> None:
     assert reply(text, prompt(0)) == expected
 
 

@@ -1,4 +1,4 @@
-"""Ids of the Hugging Face Hub: how they are spelled, which files they stand for, and what is said if they fail."""
+"""Ids of the Hugging Face Hub: their spelling, their files, and their error messages."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> HubCache:
 
 @pytest.fixture
 def server(cache: HubCache, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
-    """A hub that can be reached, and an empty cache."""
+    """A hub that can be reached, with an empty cache."""
     server = HubServer()
     with server.running():
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
@@ -63,14 +63,14 @@ def server(cache: HubCache, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServ
         ("hf://datasets/a/b@refs/convert/parquet:test", "dataset", "hf://datasets/a/b@refs/convert/parquet:test"),
     ],
 )
-def test_an_id_and_its_full_spelling(text: str, kind: RepoKind, expected: str) -> None:
-    found = find_hub_id(text, kind)
-    assert found is not None
-    assert str(found) == expected
+def test_an_id_is_shown_in_its_full_spelling(text: str, kind: RepoKind, expected: str) -> None:
+    hub_id = find_hub_id(text, kind)
+    assert hub_id is not None
+    assert str(hub_id) == expected
     again = find_hub_id(expected, kind)
     assert again is not None
     assert str(again) == expected
-    assert found.is_pinned == (COMMIT in text)
+    assert hub_id.is_pinned == (COMMIT in text)
 
 
 @pytest.mark.parametrize("text", ["bytes", "model", "a/b/c", "./a/b", "../b", "/a/b", "a//b", "a/b:c", "a b/c", "-a/b"])
@@ -83,7 +83,7 @@ def test_other_texts_are_paths_of_data(text: str) -> None:
     assert find_hub_id(text, "dataset") is None
 
 
-def test_what_exists_here_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_existing_path_wins_over_an_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert isinstance(find_hub_id("org/name", "model"), HubId)
     (tmp_path / "org" / "name").mkdir(parents=True)
@@ -103,7 +103,7 @@ def test_what_exists_here_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         ("hf://org/name:a/b/c", "dataset", "expected hf://datasets/org/name, org/name:split or org/name@revision:"),
     ],
 )
-def test_a_misspelt_id(text: str, kind: RepoKind, message: str) -> None:
+def test_a_misspelt_id_is_refused(text: str, kind: RepoKind, message: str) -> None:
     with pytest.raises(HubError, match=f"^.*{message}"):
         find_hub_id(text, kind)
 
@@ -139,7 +139,7 @@ FILES = [
 
 
 @pytest.mark.parametrize(
-    ("card", "files", "config", "wanted", "split", "expected"),
+    ("card", "files", "config", "names", "split", "expected"),
     [
         (CARD, FILES, None, TRAIN_SPLITS, "train", FILES[2:4]),
         (CARD, FILES, "main", VALIDATION_SPLITS, "test", [FILES[1], *FILES[4:6]]),
@@ -166,15 +166,15 @@ FILES = [
         ),
     ],
 )
-def test_the_files_of_a_split(
-    card: str, files: list[str], config: str | None, wanted: tuple[str, ...], split: str, expected: list[str]
+def test_a_split_has_its_files(
+    card: str, files: list[str], config: str | None, names: tuple[str, ...], split: str, expected: list[str]
 ) -> None:
-    found = choose_split(files, card, config, wanted)
-    assert (found.name, list(found.files)) == (split, expected)
+    chosen_split = choose_split(files, card, config, names)
+    assert (chosen_split.name, list(chosen_split.files)) == (split, expected)
 
 
 @pytest.mark.parametrize(
-    ("card", "files", "config", "wanted", "message"),
+    ("card", "files", "config", "names", "message"),
     [
         (CARD, FILES, "mian", TRAIN_SPLITS, "has no config 'mian'; it has main, other, table; did you mean 'main'?"),
         (
@@ -213,18 +213,20 @@ def test_the_files_of_a_split(
         ),
     ],
 )
-def test_a_split_that_cannot_be_used(
-    card: str, files: list[str], config: str | None, wanted: tuple[str, ...], message: str
+def test_a_split_that_cannot_be_used_is_refused(
+    card: str, files: list[str], config: str | None, names: tuple[str, ...], message: str
 ) -> None:
     with pytest.raises(SplitError) as caught:
-        choose_split(files, card, config, wanted)
+        choose_split(files, card, config, names)
     assert message in str(caught.value)
 
 
 # -- downloads -------------------------------------------------------------------------------------
 
 
-def test_a_download_takes_what_is_read_and_takes_it_once(server: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_download_takes_only_the_files_that_are_read_and_only_once(
+    server: HubServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     index = b'{"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}'
     settings = {"config.json": b"{}", "tokenizer.json": b"[]", "model.safetensors.index.json": index}
     weights = {"one.safetensors": b"1", "two.safetensors": b"2"}
@@ -252,14 +254,14 @@ def test_a_download_takes_what_is_read_and_takes_it_once(server: HubServer, monk
         data_files("a/b:test")
 
 
-def test_weights_in_another_format(server: HubServer) -> None:
+def test_weights_in_other_formats_are_refused(server: HubServer) -> None:
     server.repos["model", "a/b"] = {"config.json": b"{}", "pytorch_model.bin": b"1"}
     with pytest.raises(HubError, match=r"a/b: there is no model.safetensors; only weights in safetensors are loaded"):
         model_folder("a/b", weights=True)
     assert server.downloads == ["config.json"]
 
 
-def test_a_long_download_says_how_far_it_is(server: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_download_reports_its_progress(server: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub, "_FIRST_NOTE", 0.01)
     server.repos["model", "a/b"] = {"config.json": b"{}"}
     server.may_send.clear()
@@ -276,7 +278,7 @@ def test_a_long_download_says_how_far_it_is(server: HubServer, monkeypatch: pyte
 # -- errors ----------------------------------------------------------------------------------------
 
 
-def test_the_hub_refuses(server: HubServer) -> None:
+def test_each_refusal_of_the_hub_has_its_message(server: HubServer) -> None:
     server.repos["model", "a/b"] = {"config.json": b"{}"}
     server.gated.add("a/b")
     with pytest.raises(HubError) as caught:
@@ -300,7 +302,7 @@ def test_the_hub_refuses(server: HubServer) -> None:
 
 
 @pytest.mark.parametrize("name", ["runs/mine", "demo/run", "demo/a--b"])
-def test_a_missing_run_does_not_speak_of_the_hub(
+def test_the_error_of_a_missing_run_does_not_mention_the_hub(
     name: str, server: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -310,7 +312,9 @@ def test_a_missing_run_does_not_speak_of_the_hub(
     assert str(caught.value) == f"{name}: there is no such folder (in {tmp_path})"
 
 
-def test_the_hub_cannot_be_reached(cache: HubCache, server: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_hub_is_an_error_unless_the_cache_has_the_files(
+    cache: HubCache, server: HubServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")  # nothing listens there
     beginning = f"there is no such folder here, and the cache ({cache.folder}) does not have all its files, and"
     with pytest.raises(HubError) as caught:
@@ -322,17 +326,17 @@ def test_the_hub_cannot_be_reached(cache: HubCache, server: HubServer, monkeypat
     assert str(caught.value) == f"a/b: {beginning} HF_HUB_OFFLINE forbids downloading them"
     cache.add("a/b", {"config.json": b"{}"})
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    assert (model_folder("a/b") / "config.json").read_bytes() == b"{}"  # what the cache has is used
+    assert (model_folder("a/b") / "config.json").read_bytes() == b"{}"  # cached files are used
 
 
-def test_a_part_of_a_split_in_the_cache_is_not_the_split(cache: HubCache) -> None:
-    """Caches of older versions of huggingface_hub have no list of a repository's files."""
+def test_an_incomplete_split_in_the_cache_is_refused(cache: HubCache) -> None:
+    """Caches of older versions of huggingface_hub have no list of the files of a repository."""
     cache.add("a/b", {"data/train-00001-of-00002.jsonl": ROW % 1}, kind="dataset")
     with pytest.raises(HubError, match=r"a/b: only 1 of 2 files of data/train are there: .* cannot be reached"):
         data_files("a/b")
 
 
-def test_the_extra_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_extra_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub.constants", None)
     with pytest.raises(HubError, match=r"^a/b: there is no such folder here, and .*; pip install 'rollgraph\[hub\]'$"):
         model_folder("a/b")

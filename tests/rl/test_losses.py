@@ -59,31 +59,31 @@ def make_streams(
 )
 def test_clipped_surrogate(ratio: float, advantage: float, loss: float, slope: float, clipped: str | None) -> None:
     leaf = column(ratio, grad=True)
-    value, seen = clipped_surrogate(leaf, column(advantage), 0.2, 0.3, dual_clip=3.0)
+    value, metrics = clipped_surrogate(leaf, column(advantage), 0.2, 0.3, dual_clip=3.0)
     value.sum().backward()
     assert value.item() == pytest.approx(loss)
     assert leaf.grad is not None
     assert leaf.grad.item() == slope
-    assert {name for name, flag in seen.items() if name != "ratio" and flag} == ({clipped} if clipped else set())
+    assert {name for name, flag in metrics.items() if name != "ratio" and flag} == ({clipped} if clipped else set())
 
 
 def test_a_clipped_token_keeps_its_gradient_in_cispo() -> None:
     logprobs, advantages = column(-1.0, -2.0, -3.0, grad=True), column(1.0, -1.0, 2.0)
     ratio = token_ratio(make_streams(logprobs, column(-1.0, -4.0, 0.0)))
-    value, seen = clipped_importance(logprobs, ratio, advantages, 0.5, 1.0)
+    value, metrics = clipped_importance(logprobs, ratio, advantages, 0.5, 1.0)
     value.sum().backward()
     factors = [1.0, 2.0, 0.5]  # of ratios 1, e^2 and e^-3
     assert value.tolist() == pytest.approx([1.0, -4.0, 3.0])
     assert logprobs.grad is not None
     assert logprobs.grad.tolist() == [-f * a for f, a in zip(factors, advantages.tolist(), strict=True)]
-    assert seen["clipped_high"].tolist() == [False, True, False]
-    assert seen["clipped_low"].tolist() == [False, False, True]
+    assert metrics["clipped_high"].tolist() == [False, True, False]
+    assert metrics["clipped_low"].tolist() == [False, False, True]
 
 
 def test_a_sequence_has_one_ratio_with_a_gradient_for_each_of_its_tokens() -> None:
     logprobs = column(-1.0, -2.0, -3.0, -9.0, -1.0, grad=True)
     old = column(-1.5, -2.5, -1.0, -1.0, -2.0)
-    weights, sequence = column(0.5, 0.5, 0.25, 0.0, 0.25), torch.tensor([0, 0, 2, 2, 2])  # the order need not be packed
+    weights, sequence = column(0.5, 0.5, 0.25, 0.0, 0.25), torch.tensor([0, 0, 2, 2, 2])  # sequence 1 is empty
     ratio = sequence_ratio(zero_unweighted(make_streams(logprobs, old, weights, sequence)))
     first, last = math.exp(0.5), math.exp((-2.0 + 1.0) / 2)
     assert [ratio[i].item() for i in (0, 1, 2, 4)] == pytest.approx([first, first, last, last])
@@ -106,20 +106,20 @@ def test_kl_estimators() -> None:
 @pytest.mark.parametrize(
     ("estimator", "direction"), [("k1", None), ("k2", "policy || reference"), ("k3", "reference || policy")]
 )
-def test_which_kl_an_estimator_has_the_gradient_of(estimator: str, direction: str | None) -> None:
-    """The expected gradient of the estimator over samples of the policy."""
+def test_each_estimator_has_the_gradient_of_its_kl(estimator: str, direction: str | None) -> None:
+    """In expectation over samples of the policy, which leaves nothing of the gradient of k1."""
     logits = torch.randn(6, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
-    other = torch.randn(6, dtype=torch.float64, generator=torch.Generator().manual_seed(2)).log_softmax(0)
+    reference = torch.randn(6, dtype=torch.float64, generator=torch.Generator().manual_seed(2)).log_softmax(0)
     policy = logits.log_softmax(0)
-    expected_loss = (policy.exp().detach() * KL_ESTIMATORS[estimator](policy, other)).sum()
-    (found,) = torch.autograd.grad(expected_loss, logits, retain_graph=True)
+    expected_loss = (policy.exp().detach() * KL_ESTIMATORS[estimator](policy, reference)).sum()
+    (gradient,) = torch.autograd.grad(expected_loss, logits, retain_graph=True)
     kl = {
         None: 0 * policy.sum(),
-        "policy || reference": (policy.exp() * (policy - other)).sum(),
-        "reference || policy": (other.exp() * (other - policy)).sum(),
+        "policy || reference": (policy.exp() * (policy - reference)).sum(),
+        "reference || policy": (reference.exp() * (reference - policy)).sum(),
     }[direction]
     (expected,) = torch.autograd.grad(kl, logits)
-    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(gradient, expected, rtol=1e-10, atol=1e-12)
 
 
 def test_importance_correction_is_capped_and_has_no_gradient() -> None:
@@ -167,7 +167,7 @@ def test_tokens_of_weight_zero_have_no_effect(garbage: float) -> None:
 def test_means_of_sums() -> None:
     per_token, weights = column(1.0, 5.0, 3.0), column(0.5, 0.0, 1.5)
     _, metrics = weighted_sums(per_token, weights, {"x": per_token, "flag": per_token > 2})
-    shown = means(metrics)
-    assert {name: value.item() for name, value in shown.items()} == {"loss": 5, "weight": 2, "x": 2.5, "flag": 0.75}
+    averages = means(metrics)
+    assert {name: value.item() for name, value in averages.items()} == {"loss": 5, "weight": 2, "x": 2.5, "flag": 0.75}
     _, nothing = weighted_sums(per_token, 0 * weights, {"x": per_token})
     assert means(nothing)["x"] == 0

@@ -1,4 +1,4 @@
-"""Ray is optional: without it, what needs it says how to install it, and ends with the code of a user's error."""
+"""Ray is optional: features that need it say how to install it, and exit with the code of a user error."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def test_without_ray_the_command_says_what_to_install(
     monkeypatch.setitem(sys.modules, "ray", None)
     (folder / "run.yaml").write_text(to_yaml(config_of(folder, *overrides)))
     assert main(["train", str(folder / "run.yaml")]) == 2
-    assert f"{key} needs Ray, which cannot be imported" in (told := capsys.readouterr().err)
-    assert "pip install 'rollgraph[ray]'" in told
+    assert f"{key} needs Ray, which cannot be imported" in (error_text := capsys.readouterr().err)
+    assert "pip install 'rollgraph[ray]'" in error_text
 
 
-def test_a_script_is_told_to_use_the_command(tmp_path: Path) -> None:
+def test_a_script_is_referred_to_the_command(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cluster\.engine: ray starts ranks on a cluster.*rollgraph train"):
         Trainer(
             {"tiny": {}},

@@ -1,4 +1,4 @@
-"""Functions of the user, run beside the engine: plain and async, slow, hanging, raising."""
+"""Functions of the user that run beside the engine: plain, async, slow, hanging and raising ones."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ LONG_ENOUGH = 120
 def run(loop: ReplyLoop, functions: dict[int, Callable[[], Any]]) -> dict[int, ReplyResult]:
     for key, function in functions.items():
         loop.start(key, lambda function=function: loop.call(function))
-    found = {}
+    replies = {}
     while loop.has_pending:
-        found.update({reply.key: reply for reply in loop.collect(wait=True)})
-    return found
+        replies.update({reply.key: reply for reply in loop.collect(wait=True)})
+    return replies
 
 
 class AsyncObject:
@@ -47,9 +47,9 @@ def test_values_and_errors_of_plain_and_async_functions() -> None:
 
     loop = ReplyLoop(timeout=LONG_ENOUGH, threads=2)
     functions = [lambda: "plain", coroutine, lambda: coroutine(), AsyncObject(), divide, leave, sys.exit, own_timeout]
-    found = run(loop, dict(enumerate(functions)))
-    assert [found[key].value for key in range(4)] == ["plain", "async", "async", "object"]
-    errors = [type(found[key].error) for key in range(4, 8)]
+    replies = run(loop, dict(enumerate(functions)))
+    assert [replies[key].value for key in range(4)] == ["plain", "async", "async", "object"]
+    errors = [type(replies[key].error) for key in range(4, 8)]
     assert errors == [ZeroDivisionError, SystemExit, SystemExit, TimeoutError]
     assert run(loop, {0: lambda: "still there"})[0].value == "still there"
     with pytest.raises(KeyboardInterrupt):
@@ -77,7 +77,7 @@ def test_an_async_function_that_refuses_to_end_is_given_up() -> None:
 
 
 def test_one_loop_serves_all_steps() -> None:
-    """A client of an async library belongs to the loop on which it was made."""
+    """A client of an async library belongs to the loop on which it was created."""
     loop = ReplyLoop(timeout=LONG_ENOUGH, threads=2)
 
     async def which() -> int:
@@ -86,7 +86,7 @@ def test_one_loop_serves_all_steps() -> None:
     assert run(loop, {0: which})[0].value == run(loop, {0: which})[0].value
 
 
-def test_as_many_plain_functions_as_threads_run_at_once_and_hung_ones_do_not_count() -> None:
+def test_plain_functions_use_all_threads_and_hung_ones_do_not_count() -> None:
     loop = ReplyLoop(timeout=0.05, threads=2)
     never = threading.Event()
     hung = run(loop, dict.fromkeys(range(3), never.wait))
@@ -96,7 +96,7 @@ def test_as_many_plain_functions_as_threads_run_at_once_and_hung_ones_do_not_cou
     loop = ReplyLoop(timeout=LONG_ENOUGH, threads=2)
     both = threading.Barrier(2)
     lock = threading.Lock()
-    running: list[int] = [0, 0]  # now, and the most
+    running: list[int] = [0, 0]  # now, and at most
 
     def enter() -> None:
         with lock:
@@ -106,18 +106,18 @@ def test_as_many_plain_functions_as_threads_run_at_once_and_hung_ones_do_not_cou
         with lock:
             running[0] -= 1
 
-    found = run(loop, dict.fromkeys(range(6), enter))
-    assert all(reply.error is None for reply in found.values())
+    replies = run(loop, dict.fromkeys(range(6), enter))
+    assert all(reply.error is None for reply in replies.values())
     assert running == [0, 2]
 
 
-def test_a_dropped_reply_is_not_taken_for_a_later_one_with_its_key() -> None:
+def test_a_dropped_reply_is_not_mistaken_for_a_later_one_with_its_key() -> None:
     loop = ReplyLoop(timeout=LONG_ENOUGH, threads=2)
-    go, gone = threading.Event(), threading.Event()
+    go, ended = threading.Event(), threading.Event()
 
     def late() -> str:
         go.wait(LONG_ENOUGH)
-        gone.set()
+        ended.set()
         return "of the step before"
 
     loop.start(7, lambda: loop.call(late))
@@ -126,7 +126,7 @@ def test_a_dropped_reply_is_not_taken_for_a_later_one_with_its_key() -> None:
     assert not loop.has_pending
     assert loop.collect(wait=True) == []
     go.set()
-    assert gone.wait(LONG_ENOUGH)
+    assert ended.wait(LONG_ENOUGH)
     assert run(loop, {7: lambda: "of this step"})[7].value == "of this step"
 
 

@@ -1,4 +1,4 @@
-"""Rewards that are Python functions: here and in worker processes, or an error that says why not there."""
+"""Rewards that are Python functions: called here, sent to workers, or refused with the reason."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def score(*specs: Any, workers: int = 0) -> dict[str, float]:
     return sample.rewards
 
 
-def test_a_function_is_named_weighted_and_given_options() -> None:
+def test_a_function_may_have_a_name_a_weight_and_options() -> None:
     sample = rollout()
 
     async def later(completions: list[str], **columns: Any) -> list[float]:
@@ -61,7 +61,7 @@ def test_a_function_is_named_weighted_and_given_options() -> None:
         ({"name": "x", "functoin": len}, "did you mean 'function'"),
     ],
 )
-def test_entries_that_are_wrong(entry: dict[str, Any], message: str) -> None:
+def test_invalid_entries_are_refused(entry: dict[str, Any], message: str) -> None:
     with pytest.raises(LoadError, match=message):
         RewardFunctions([entry])
 
@@ -105,7 +105,7 @@ def test_functions_of_a_module_travel_to_workers(tmp_path: Path, monkeypatch: py
 
 
 def test_a_module_that_workers_cannot_import_is_refused(tmp_path: Path) -> None:
-    """Nobody could find it by its name, although it is loaded here."""
+    """It is loaded here, but a worker could not import it by its name."""
     (tmp_path / "apart.py").write_text(MODULE)
     apart = load_object(f"{tmp_path / 'apart.py'}:exact")
     with pytest.raises(LoadError) as caught:
@@ -195,7 +195,9 @@ def test_functions_inside_functions_travel_with_cloudpickle() -> None:
     assert score({"name": "locked", "function": locked}) == {"locked": 1.0}
 
 
-def test_a_run_refuses_before_it_begins_and_names_its_own_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_refuses_unsendable_functions_and_names_its_own_keys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
     rows = [{"prompt": "1", "answer": "1"}]
     tiny = {"tiny": {"layers": 1, "width": 8, "heads": 1, "kv_heads": 1, "mlp": 8, "max_length": 16}}

@@ -1,4 +1,4 @@
-"""`reward.place: cluster` treats functions that fail as worker processes of this machine do."""
+"""`reward.place: cluster` treats failing functions like worker processes on this machine."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ def score(make_pool: Any, *names: str) -> tuple[list[dict[str, float]], dict[str
         return [rollout.rewards for rollout in scored], dict(rewards.failures)
 
 
-def test_values_failures_and_their_kinds_are_those_of_local_workers() -> None:
+def test_values_and_failures_equal_those_of_local_workers() -> None:
     names = ("lengths", "hangs", "crashes", "raises")
     local = score(WorkerPool, *names)
     assert score(ClusterPool, *names) == local
     assert local[1] == {"timeout": 2, "died": 2, "raised": 1}
 
 
-def test_a_call_whose_host_is_lost_is_made_once_more(tmp_path: Path) -> None:
+def test_a_call_whose_host_is_lost_is_repeated_once(tmp_path: Path) -> None:
     marker = str(tmp_path / "called")
 
     class TellingHost(PoolActor):

@@ -1,4 +1,4 @@
-"""What TRL's reward functions get, they get here: chats as messages, the trainer's state, logging, and async."""
+"""Reward functions for TRL work here: chats as messages, the trainer's state, logging, and async."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ HI = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "H
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_functions_get_what_trl_gives(functions: str, workers: int) -> None:
+def test_functions_get_the_arguments_of_trl(functions: str, workers: int) -> None:
     samples = [rollout("a", HI), rollout("b")]
     specs = [f"{functions}:witness", f"{functions}:of_kind", "exact_match", {"name": "length", "options": {"limit": 4}}]
     with RewardFunctions(specs, workers=workers) as rewards:
@@ -124,12 +124,12 @@ def test_functions_get_what_trl_gives(functions: str, workers: int) -> None:
         assert rewards.logged == {"batch": [2.0]}
     chat, text = samples
     assert chat.extra == {"seen": [HI, [{"role": "assistant", "content": "a"}], [5, 6], "a"], "step": 3}
-    assert text.extra == {"seen": ["user: Hi", "b", [5, 6], "a"], "step": 3}  # each row is given in its own form
+    assert text.extra == {"seen": ["user: Hi", "b", [5, 6], "a"], "step": 3}  # a chat as messages, text as text
     assert chat.rewards == {"witness": 1.0, "of_kind": 1.0, "exact_match": 1.0, "length": -0.5}
     assert text.rewards == {"witness": 1.0, "exact_match": 0.0, "length": -0.5}
 
 
-def test_an_environment_of_messages_gives_all_that_followed_the_prompt(functions: str) -> None:
+def test_functions_get_all_messages_after_the_prompt(functions: str) -> None:
     sample = rollout("a", HI)
     call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "look", "arguments": {}}}]}
     sample.messages = [call, {"role": "tool", "content": "b"}, {"role": "assistant", "content": "a"}]
@@ -139,7 +139,7 @@ def test_an_environment_of_messages_gives_all_that_followed_the_prompt(functions
     assert sample.rewards["exact_match"] == 1.0
 
 
-def test_one_flag_gives_chats_as_text(functions: str) -> None:
+def test_chats_are_given_as_text_on_request(functions: str) -> None:
     sample = rollout("a", HI)
     with RewardFunctions([f"{functions}:witness", "exact_match"], chat="text") as rewards:
         rewards.score([sample])
@@ -147,7 +147,7 @@ def test_one_flag_gives_chats_as_text(functions: str) -> None:
     assert sample.rewards == {"witness": 1.0, "exact_match": 1.0}
 
 
-def test_the_state_cannot_be_changed_and_names_are_kept_free() -> None:
+def test_the_state_is_frozen_and_argument_names_are_reserved() -> None:
     state = TrainerState(1, 2, 0.5)
     with pytest.raises(AttributeError):
         state.global_step = 0  # type: ignore[misc]
@@ -156,8 +156,8 @@ def test_the_state_cannot_be_changed_and_names_are_kept_free() -> None:
             make_rows([{"prompt": "a", name: 1}])
 
 
-def test_logs_that_cannot_be_kept_are_failures_of_the_call(functions: str) -> None:
-    """What is logged by a call that is repeated for each rollout is that of the repeated calls."""
+def test_invalid_logs_are_failures_of_the_call(functions: str) -> None:
+    """If a call fails and is repeated for each rollout, only the repeated calls are logged."""
     samples = [rollout("good"), rollout("bad")]
     with RewardFunctions([f"{functions}:careless"], on_failure=-1.0) as rewards:
         rewards.score(samples)
@@ -176,7 +176,7 @@ def test_logs_that_cannot_be_kept_are_failures_of_the_call(functions: str) -> No
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_async_functions_run_at_the_same_time_in_one_loop(functions: str, workers: int) -> None:
-    """`first` and `second` wait for each other; the loop stays the same, or a client that was kept would be dead."""
+    """`first` and `second` wait for each other. The loop stays the same, so that functions can keep their clients."""
     samples = [rollout("abc"), rollout("none")]
     specs = [
         f"{functions}:first",
@@ -193,7 +193,7 @@ def test_async_functions_run_at_the_same_time_in_one_loop(functions: str, worker
         assert not rewards.failures
 
 
-def test_an_async_function_that_raises_costs_only_its_own_rollouts(functions: str) -> None:
+def test_an_async_function_that_raises_fails_only_its_own_rollouts(functions: str) -> None:
     texts = ["fine", "exit", "raise", "fine"]
     samples = [rollout(text) for text in texts]
     with RewardFunctions([f"{functions}:risky"], on_failure=-1.0) as rewards:
@@ -210,7 +210,7 @@ def test_an_async_function_that_raises_costs_only_its_own_rollouts(functions: st
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_an_async_function_that_takes_too_long_is_a_timeout(functions: str, workers: int) -> None:
-    """It is only cancelled: the others of its call have their rewards, and the worker is not lost."""
+    """It is only cancelled: the other functions of its call give rewards, and the worker survives."""
     samples = [rollout("a"), rollout("b")]
     specs = [f"{functions}:stuck", {"name": f"{functions}:scaled", "options": {"factor": 10}}]
     with RewardFunctions(specs, workers=workers, timeout=0.5, on_failure=-1.0) as rewards:
@@ -220,7 +220,7 @@ def test_an_async_function_that_takes_too_long_is_a_timeout(functions: str, work
         assert rewards.messages["timeout"] == "stuck: no result after 0.5 s"
 
 
-def test_an_async_function_that_refuses_to_end_does_not_hold_the_run(
+def test_an_async_function_that_refuses_to_end_does_not_block_the_run(
     functions: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(calls, "_CANCEL_SECONDS", 0.05)
@@ -232,7 +232,7 @@ def test_an_async_function_that_refuses_to_end_does_not_hold_the_run(
 
 
 @pytest.mark.slow
-def test_an_async_function_that_blocks_its_worker_costs_no_other(
+def test_an_async_function_that_blocks_its_worker_does_not_affect_others(
     functions: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reward_workers, "_GRACE_SECONDS", 2.0)
@@ -244,8 +244,8 @@ def test_an_async_function_that_blocks_its_worker_costs_no_other(
         assert rewards.failures == {"timeout": 1}
 
 
-def test_async_functions_work_where_a_loop_is_running_already(functions: str) -> None:
-    """In a notebook, the main thread always has one."""
+def test_async_functions_work_beside_a_running_loop(functions: str) -> None:
+    """In a notebook, the main thread always has a running loop."""
 
     async def cell() -> float:
         sample = rollout("abc")
@@ -280,8 +280,8 @@ def test_a_closed_loop_leaves_no_task_behind() -> None:
 
 def test_metrics_that_functions_log_are_means_over_the_calls_of_all_ranks() -> None:
     logged = {"a": [1.0]}
-    of_the_other_rank = '{"a": [4.0, 4.0], "b": [2.0]}'
-    sharded = SimpleNamespace(exchange_text=lambda text: [text, of_the_other_rank])
+    text_of_rank_1 = '{"a": [4.0, 4.0], "b": [2.0]}'
+    sharded = SimpleNamespace(exchange_text=lambda text: [text, text_of_rank_1])
     run: Any = SimpleNamespace(
         inputs=SimpleNamespace(rewards=SimpleNamespace(logged=logged)),
         policy=SimpleNamespace(sharded=sharded),
@@ -302,8 +302,8 @@ def even(prompts, completions, trainer_state, log_extra, log_metric, answer):
 """
 
 
-def test_a_run_tells_its_state_and_writes_what_is_logged(tmp_path: Path) -> None:
-    """Also after it was resumed, as if it had not been."""
+def test_a_run_passes_its_state_and_writes_logged_values(tmp_path: Path) -> None:
+    """A resumed run logs the same as one that was not stopped."""
     (tmp_path / "rewards.py").write_text(IN_A_RUN)
     rows = [{"messages": [{"role": "user", "content": str(i)}], "answer": str(i)} for i in range(8)]
     for name in ("train", "held_out"):

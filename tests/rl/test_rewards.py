@@ -1,4 +1,4 @@
-"""Rewards: what functions get, what the built-in ones return, and that no function can end a run."""
+"""Rewards: the arguments of functions, failures that never end a run, and the built-in functions."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def score(specs: list[Any], *rollouts: Rollout, **options: Any) -> tuple[list[fl
     return [r.reward for r in rollouts], rewards
 
 
-# What functions get.
+# Arguments of functions.
 
 
 def test_columns_weights_and_labels(functions: str) -> None:
@@ -185,11 +185,11 @@ def test_columns_weights_and_labels(functions: str) -> None:
     assert samples[0].reward == 5.0 - 6.0
     assert samples[1].rewards == {"lengths": 3.0, "some": 2.0, "seen": 105.0, "scaled": 2.0}
     assert samples[1].reward == 3.0 + 20.0 - 2.0
-    score([f"{functions}:ones"], *samples)  # again: nothing is left of the last time
+    score([f"{functions}:ones"], *samples)  # nothing is left of the first time
     assert [s.rewards for s in samples] == [{"ones": 1.0}, {"ones": 1.0}]
 
 
-def test_numbers_of_any_library_and_no_rollouts(functions: str) -> None:
+def test_numbers_of_any_library_are_rewards(functions: str) -> None:
     values, rewards = score([f"{functions}:arrays"], rollout("a"), rollout("b"))
     assert values == [0.0, 1.0]
     assert all(type(value) is float for value in values)
@@ -197,7 +197,7 @@ def test_numbers_of_any_library_and_no_rollouts(functions: str) -> None:
     assert not rewards.failures
 
 
-def test_columns_that_only_some_rows_have(functions: str) -> None:
+def test_a_column_may_be_missing_in_some_rows(functions: str) -> None:
     values, _ = score([f"{functions}:some"], rollout("a", {"kind": 3}), rollout("b", {"other": 1}), on_failure=-1.0)
     assert values == [3.0, -1.0]
 
@@ -243,14 +243,14 @@ def test_one_bad_rollout_does_not_affect_the_others(functions: str, workers: int
         ("raising", "not_finite", "raising: <"),
     ],
 )
-def test_results_that_are_not_rewards(functions: str, name: str, kind: str, message: str) -> None:
+def test_results_that_are_not_rewards_are_failures(functions: str, name: str, kind: str, message: str) -> None:
     values, rewards = score([f"{functions}:{name}"], rollout("a"), rollout("b"), on_failure=-1.0)
     assert values == [-1.0, -1.0]
     assert rewards.failures == {kind: 2}
     assert rewards.messages[kind].startswith(message)
 
 
-def test_values_that_are_not_numbers(functions: str) -> None:
+def test_values_that_are_not_numbers_are_failures(functions: str) -> None:
     samples = [rollout(text) for text in ("fine", "nan", "inf", "text", "list")]
     values, rewards = score([f"{functions}:odd"], *samples, on_failure=-1.0)
     assert values == [1.0, -1.0, -1.0, -1.0, -1.0]
@@ -319,7 +319,7 @@ def test_functions_cannot_change_the_arguments_of_others(functions: str, workers
     assert [len(s.tokens) for s in samples] == [4] * 3
 
 
-def test_a_function_that_forks_in_this_process_does_not_run_it_twice(tmp_path: Path) -> None:
+def test_a_function_that_forks_does_not_duplicate_this_process(tmp_path: Path) -> None:
     (tmp_path / "forking.py").write_text("import os\ndef f(completions, **columns):\n    os.fork()\n    return [1]\n")
     program = """
 from rollgraph.rl.rewards.rewards import RewardFunctions
@@ -347,7 +347,7 @@ def test_a_rollout_that_no_function_scores_is_counted(functions: str) -> None:
 
 
 @pytest.mark.slow
-def test_functions_that_hang_crash_or_raise_beside_others(functions: str, pids: Path) -> None:
+def test_functions_that_hang_crash_or_raise_do_not_affect_others(functions: str, pids: Path) -> None:
     texts = ["hang", "fine", "die", "fine", "raise", "crash", "fine", "fine"]
     samples = [rollout(text) for text in texts]
     specs = [f"{functions}:risky", f"{functions}:ones"]
@@ -361,9 +361,9 @@ def test_functions_that_hang_crash_or_raise_beside_others(functions: str, pids: 
         assert rewards.messages["died"] in ("risky: ended with exit code 7", "risky: killed by SIGSEGV")
         assert "RuntimeError: no idea" in rewards.messages["raised"]
         hung = [int(pid) for pid in pids.read_text().split()]
-        wait_until_gone(hung)  # it was killed with the process it had started, while the pool is still open
+        wait_until_gone(hung)  # killed with the process that it started, while the pool is still open
         assert len(hung) == 2
-        rewards.score([rollout("die"), rollout("fine")])  # who died is replaced
+        rewards.score([rollout("die"), rollout("fine")])  # a dead worker is replaced
         rewards.score(samples[1:2])
         assert samples[1].reward == 2.0
         assert rewards.failures["died"] == 3
@@ -450,7 +450,7 @@ rewards.score([Rollout(Prompt(0, (), ""), [], [], [], "hang")])
         ("file.py:", "expected 'package.module:name'"),
     ],
 )
-def test_loading_errors(functions: str, spec: Any, message: str) -> None:
+def test_functions_that_cannot_be_loaded_are_refused(functions: str, spec: Any, message: str) -> None:
     if isinstance(spec, str):
         spec = {"name": spec}
     spec = {key: value.replace("FILE", functions) if key == "name" else value for key, value in spec.items()}
@@ -466,7 +466,7 @@ def test_labels_must_differ() -> None:
     assert values == [2.0]
 
 
-def test_files_and_modules(tmp_path: Path) -> None:
+def test_objects_are_loaded_from_files_and_modules(tmp_path: Path) -> None:
     assert load_object("os.path:join") is os.path.join
     assert load_object("collections:Counter.most_common").__name__ == "most_common"
     path = tmp_path / "mine.py"
@@ -474,21 +474,21 @@ def test_files_and_modules(tmp_path: Path) -> None:
     assert load_object(f"{path}:A") is load_object(f"{path}:A")
     broken = tmp_path / "broken.py"
     broken.write_text("import no_such_thing")
-    for _ in range(2):  # a module that failed is not taken for one that is there
+    for _ in range(2):  # a module that failed is not kept
         with pytest.raises(LoadError, match=r"broken\.py failed \(ModuleNotFoundError: .*no_such_thing"):
             load_object(f"{broken}:f")
 
 
-def test_a_file_that_changed_is_read_anew(tmp_path: Path) -> None:
+def test_a_file_that_changed_is_read_again(tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     path.write_text("runs = []\ndef f(completions): return 1\n")
     first = load_object(f"{path}:f")
     load_object(f"{path}:runs").append("kept")
     written = path.stat()
     path.write_text("runs = []\ndef f(completions): return 2\n")
-    os.utime(path, ns=(written.st_atime_ns, written.st_mtime_ns))  # same size and time: only the content tells
+    os.utime(path, ns=(written.st_atime_ns, written.st_mtime_ns))  # same size and time: only the content differs
     second = load_object(f"{path}:f")
-    assert (first([]), second([])) == (1, 2)  # what was loaded before stays what it was
+    assert (first([]), second([])) == (1, 2)  # objects that were loaded before do not change
     assert load_object(f"{path}:runs") == []
     assert pickle.loads(pickle.dumps(second)) is second
     os.utime(path)  # touched, not changed
@@ -588,7 +588,7 @@ def test_length() -> None:
     assert lengths(target=8) == [-1.0, -0.5, -0.25, 0.0, -1.0]
 
 
-def test_math_verify_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_math_verify_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "math_verify", None)
     with pytest.raises(ImportError, match=r"pip install 'rollgraph\[math\]'"):
         RewardFunctions(["math_verify"])
@@ -613,7 +613,7 @@ def test_math_verify(completion: str, answer: str, score: float) -> None:
     assert graded("math_verify", completion, answer) == score
 
 
-def test_math_verify_in_workers() -> None:
+def test_math_verify_works_in_workers() -> None:
     """It sets alarm signals, which is only possible in a main thread."""
     pytest.importorskip("math_verify")
     rollouts = [rollout(rf"\boxed{{{i}}}", {"answer": "2"}) for i in range(4)]

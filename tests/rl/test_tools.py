@@ -64,7 +64,7 @@ class Box:
 
 
 @pytest.mark.parametrize("function", [add, search, Box().open])
-def test_schemas_are_those_of_transformers(function: Callable[..., Any]) -> None:
+def test_schemas_equal_those_of_transformers(function: Callable[..., Any]) -> None:
     from transformers.utils import get_json_schema
 
     assert make_schema(function) == get_json_schema(function)
@@ -108,13 +108,13 @@ def many(*a: int) -> None:
         ("file.py:add", "tools: expected a list of tools"),
     ],
 )
-def test_tools_that_cannot_be_used(tools: Any, message: str) -> None:
+def test_tools_that_cannot_be_used_are_refused(tools: Any, message: str) -> None:
     with pytest.raises(LoadError, match=message):
         ToolBox(tools)
 
 
 @pytest.mark.parametrize(
-    ("text", "said", "calls"),
+    ("text", "content", "calls"),
     [
         ("just text {", "just text {", []),
         ('{"answer": 4}', '{"answer": 4}', []),
@@ -128,8 +128,8 @@ def test_tools_that_cannot_be_used(tools: Any, message: str) -> None:
         ('<|python_tag|>{"name": "add", "parameters": {}}', "", [ToolCall("add", {})]),
     ],
 )
-def test_reading_calls(text: str, said: str, calls: list[ToolCall]) -> None:
-    assert parse_tool_calls(text) == (said, calls)
+def test_calls_are_read(text: str, content: str, calls: list[ToolCall]) -> None:
+    assert parse_tool_calls(text) == (content, calls)
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_reading_calls(text: str, said: str, calls: list[ToolCall]) -> None:
         ("<tool_call>" + "[" * 100_000 + "</tool_call>", "the call cannot be read: lists and objects are nested more"),
         (
             '<tool_call>{"name": "add", "arguments": {"a": ' + "[" * 200 + "]" * 200 + "}}</tool_call>",
-            "the call cannot be read: lists and objects are nested more",  # all that walks messages is recursive
+            "the call cannot be read: lists and objects are nested more",  # code that walks messages is recursive
         ),
         (
             '<tool_call>{"name": "add", "arguments": {"a": "\\ud800"}}</tool_call>',
@@ -173,8 +173,8 @@ pieces = st.sampled_from(["<tool_call>", "</tool_call>", '{"name": "add"', ', "a
 
 @given(st.lists(pieces | st.text(max_size=3)).map("".join))
 def test_any_text_is_read(text: str) -> None:
-    said, calls = parse_tool_calls(text)
-    assert "<tool_call>" not in said or "</tool_call>" not in said
+    content, calls = parse_tool_calls(text)
+    assert "<tool_call>" not in content or "</tool_call>" not in content
     for call in calls:
         assert ToolBox([add]).find(call) is not None
 
@@ -190,5 +190,5 @@ def test_any_text_is_read(text: str) -> None:
         ("x" * 21, "x" * 20 + "... (1 more characters)"),
     ],
 )
-def test_results(value: Any, expected: str) -> None:
+def test_results_become_messages(value: Any, expected: str) -> None:
     assert result_message("f", value, 20) == {"role": "tool", "name": "f", "content": expected}

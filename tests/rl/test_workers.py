@@ -1,4 +1,4 @@
-"""Calls in other processes: which calls are lost with their process, and what a call can do to the next one."""
+"""Calls in other processes: which calls are lost with their process, and effects of a call on the next one."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ def pool(tmp_path: Path) -> Iterator[WorkerPool]:
 
 
 def kill_before_it_begins(pool: WorkerPool) -> None:
-    """Make the process that gets the next call die before it has looked at the call."""
+    """Make the process that gets the next call die before it begins the call."""
     pid = pool._workers[0].pid
     os.kill(pid, signal.SIGSTOP)
     threading.Timer(0.5, os.kill, (pid, signal.SIGKILL)).start()
 
 
-def test_a_call_that_was_not_begun_is_given_to_a_new_process(pool: WorkerPool, tmp_path: Path) -> None:
+def test_a_call_that_had_not_begun_goes_to_a_new_process(pool: WorkerPool, tmp_path: Path) -> None:
     assert pool.run([(3,)]) == [9]
     kill_before_it_begins(pool)
     assert pool.run([(4,), (5,)]) == [16, 25]
@@ -72,7 +72,7 @@ def test_a_call_is_repeated_only_once(pool: WorkerPool, tmp_path: Path) -> None:
     assert pool.run([(4,)]) == [16]
 
 
-# What a call leaves behind.
+# Effects that outlast a call.
 
 CALLS = """
 import multiprocessing, os, signal, socket, stat, struct, subprocess, sys, time
@@ -188,7 +188,7 @@ def test_garbage_on_the_connection_does_not_outlast_the_timeout(calls: WorkerPoo
 
 
 @pytest.mark.parametrize("end", ["exit", "close"])
-def test_nothing_that_a_call_started_outlives_the_worker(calls: WorkerPool, tmp_path: Path, end: str) -> None:
+def test_processes_started_by_a_call_do_not_outlive_the_worker(calls: WorkerPool, tmp_path: Path, end: str) -> None:
     (found,) = calls.run([("leave_children", end)])
     started = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
     if end == "close":
@@ -200,7 +200,7 @@ def test_nothing_that_a_call_started_outlives_the_worker(calls: WorkerPool, tmp_
     wait_until_gone(started)
 
 
-def test_a_signal_to_all_processes_of_a_job_costs_no_result(calls: WorkerPool, tmp_path: Path) -> None:
+def test_a_signal_to_all_processes_of_a_job_loses_no_result(calls: WorkerPool, tmp_path: Path) -> None:
     """The worker survives the signal, but programs that the call started do not, so the call is repeated."""
 
     def stop_all() -> None:
@@ -223,7 +223,7 @@ def test_a_signal_to_all_processes_of_a_job_costs_no_result(calls: WorkerPool, t
     assert calls._workers[0].pid == pid
 
 
-def test_a_worker_that_a_stop_signal_ended_is_replaced_and_its_call_repeated(calls: WorkerPool, tmp_path: Path) -> None:
+def test_a_worker_ended_by_a_stop_signal_is_replaced_and_its_call_repeated(calls: WorkerPool, tmp_path: Path) -> None:
     """A library may have removed our handler."""
     (tmp_path / "calls.py").write_text(
         CALLS + "\ndef give_up(folder):\n"
@@ -236,7 +236,7 @@ def test_a_worker_that_a_stop_signal_ended_is_replaced_and_its_call_repeated(cal
     assert calls.run([("give_up",)]) == [1]
 
 
-def test_programs_that_a_call_starts_can_be_ended_and_do_not_get_the_connection(calls: WorkerPool) -> None:
+def test_programs_started_by_a_call_can_be_ended_and_get_no_connection(calls: WorkerPool) -> None:
     assert calls.run([("end_children",)]) == [[-signal.SIGTERM, -signal.SIGTERM]]
     (open_ones,) = calls.run([("descriptors",)])
     assert open_ones == []
@@ -250,7 +250,7 @@ def test_every_kind_of_exception_is_a_failure_of_its_call(calls: WorkerPool) -> 
     assert fine == 4
 
 
-def test_what_calls_print_goes_to_standard_error(calls: WorkerPool, capfd: pytest.CaptureFixture[str]) -> None:
+def test_calls_print_to_standard_error(calls: WorkerPool, capfd: pytest.CaptureFixture[str]) -> None:
     calls._workers[0].stop()  # the next one has the file descriptors of this test
     assert calls.run([("speak",)]) == [1]
     calls.close()
@@ -261,7 +261,7 @@ def test_what_calls_print_goes_to_standard_error(calls: WorkerPool, capfd: pytes
 
 
 def test_modules_in_the_working_directory_do_not_shadow_the_standard_library(tmp_path: Path) -> None:
-    """They belong to the user: a reward may be one of them, and may import others."""
+    """They belong to the user: a reward may be in one of them, and import others."""
     for name in ("json", "types", "pickle", "socket", "inspect", "copy"):
         (tmp_path / f"{name}.py").write_text(f"open('hijacked by {name}', 'w')\nraise ImportError('not that one')\n")
     (tmp_path / "mine.py").write_text("import helpers\ndef f(completions, **columns):\n    return helpers.score()\n")

@@ -1,4 +1,4 @@
-"""Runs on a Ray cluster whose ranks divide layers: a group is on one node, and a lost rank changes no bit."""
+"""Tensor parallel runs on a Ray cluster: a group is on one node, and a lost rank changes no bit."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def nodes() -> Iterator[SimulatedNodes]:
 def make_config(nodes: SimulatedNodes, folder: Path) -> Config:
     folder.mkdir()
     write_inputs(folder)
-    given = [
+    overrides = [
         f"steps={STEPS}",
         "data.validation=null",
         "data.prompts_per_step=4",
@@ -50,7 +50,7 @@ def make_config(nodes: SimulatedNodes, folder: Path) -> Config:
         "cluster={engine: ray, nodes: 2, gpus_per_node: 0, ranks_per_node: 2, attempts: 50}",
         f"cluster.address={nodes.address}",
     ]
-    return config_of(folder, *given, text=CONFIG)
+    return config_of(folder, *overrides, text=CONFIG)
 
 
 def run(config: Config, plan: list[list[Any]]) -> Watcher:
@@ -60,8 +60,8 @@ def run(config: Config, plan: list[list[Any]]) -> Watcher:
     return watcher
 
 
-def test_a_rank_of_a_group_is_lost_and_the_run_gives_the_same_bits(nodes: SimulatedNodes, tmp_path: Path) -> None:
-    """Two groups of two. All ranks make their graphs anew, because those hold exchanges with the rank that is lost."""
+def test_a_run_that_loses_tensor_parallel_ranks_has_the_same_bits(nodes: SimulatedNodes, tmp_path: Path) -> None:
+    """Two groups of two. All ranks capture again, because their graphs hold collectives with the lost rank."""
     undisturbed, disturbed = (make_config(nodes, tmp_path / name) for name in ("undisturbed", "disturbed"))
     run(undisturbed, [])
     nodes.add()

@@ -16,12 +16,12 @@ RANKS = 3
 
 
 def connected(pairs: list[tuple[int, int]]) -> list[Links]:
-    """The links of three ranks, which are threads here."""
+    """Connect three ranks, which are threads here."""
     store = dist.HashStore()
     texts = [""] * RANKS
     barrier = threading.Barrier(RANKS)
 
-    def of_rank(rank: int) -> Links:
+    def connect_rank(rank: int) -> Links:
         liveness = Liveness(rank, RANKS, store, 60.0)
 
         def exchange(text: str) -> list[str]:
@@ -36,7 +36,7 @@ def connected(pairs: list[tuple[int, int]]) -> list[Links]:
             liveness.close()
 
     with ThreadPoolExecutor(RANKS) as threads:
-        return list(threads.map(of_rank, range(RANKS)))
+        return list(threads.map(connect_rank, range(RANKS)))
 
 
 def test_bytes_go_from_each_rank_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,13 +51,13 @@ def test_bytes_go_from_each_rank_to_the_next(monkeypatch: pytest.MonkeyPatch) ->
         assert received == bytes([previous]) * 5
     with ThreadPoolExecutor(1) as thread:
         waiting = thread.submit(receive_into, links[1].incoming[0], memoryview(bytearray(5)))
-        links[1].close()  # wakes up who waits, although the other side is alive
+        links[1].close()  # wakes up the waiting thread, although the other side is alive
         assert isinstance(waiting.exception(60), OSError)
     for link in links:
         link.close()
 
 
-def test_only_the_pairs_that_are_asked_for_are_connected(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_requested_pairs_are_connected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", LOCALHOST)
     links = connected([(2, 1)])
     assert [sorted(link.outgoing) for link in links] == [[], [], [1]]
@@ -66,8 +66,8 @@ def test_only_the_pairs_that_are_asked_for_are_connected(monkeypatch: pytest.Mon
         link.close()
 
 
-def test_a_rank_beside_rank_0_is_reached_as_rank_0_is() -> None:
-    """It has itself reached rank 0 at an address that means nothing elsewhere."""
+def test_a_rank_on_the_machine_of_rank_0_is_reached_like_rank_0() -> None:
+    """It reached rank 0 at an address that other machines cannot use."""
     addresses = [
         {"machine": "a", "hosts": ["10.0.0.1", "node-a"], "port": 1},
         {"machine": "a", "hosts": ["127.0.0.1"], "port": 2},
