@@ -48,7 +48,7 @@ def test_a_second_run_is_refused_before_anything_is_loaded(folder: Path, monkeyp
 def test_a_killed_run_holds_no_lock(tmp_path: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": "src"},
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "src")},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
