@@ -21,7 +21,7 @@ from common import QWEN_1_5B, synchronize, table
 
 from rollgraph.model import Architecture, Decoder, load_model, save_model, weight_files
 from rollgraph.model.meta import shapes_only
-from rollgraph.model.weights.stream import READERS
+from rollgraph.model.weights.stream import READ_THREADS
 
 GIB = 2**30
 PIECE = 32 * 2**20
@@ -60,14 +60,14 @@ def read(folder: Path) -> None:
     files = [path for path in weight_files(folder) if path.suffix == ".safetensors"]
     pieces = [(path, offset) for path in files for offset in range(0, path.stat().st_size, PIECE)]
     descriptors = {path: os.open(path, os.O_RDONLY) for path in files}
-    buffers = [bytearray(PIECE) for _ in range(READERS)]
+    buffers = [bytearray(PIECE) for _ in range(READ_THREADS)]
 
     def read_every(first: int) -> None:
-        for path, offset in pieces[first::READERS]:
+        for path, offset in pieces[first::READ_THREADS]:
             os.preadv(descriptors[path], [buffers[first]], offset)
 
-    with ThreadPoolExecutor(READERS) as pool:
-        list(pool.map(read_every, range(READERS)))
+    with ThreadPoolExecutor(READ_THREADS) as pool:
+        list(pool.map(read_every, range(READ_THREADS)))
     for descriptor in descriptors.values():
         os.close(descriptor)
 

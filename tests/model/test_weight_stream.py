@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from rollgraph.files import FileError
 from rollgraph.model import Architecture, Decoder, ModelFileError, load_model, load_weights, save_model
 from rollgraph.model.weights import hf
-from rollgraph.model.weights.stream import READERS, FileVersion, Transfer, stream
+from rollgraph.model.weights.stream import READ_THREADS, FileVersion, Transfer, stream
 
 SMALL = Architecture("qwen2", vocabulary=23, hidden=16, mlp=20, layers=3, heads=4, kv_heads=2, head_dim=6, tied=True)
 UNTIED = Architecture("llama", 23, 16, 20, 2, 4, 1, 4, attention_bias=True, mlp_bias=True)
@@ -54,7 +54,7 @@ def test_pieces_of_any_size_at_any_offset_arrive_in_their_dtype(dtype: torch.dty
         for other in DTYPES:
             transfers.append(Transfer(FileVersion.of(path), padding, dtype, torch.zeros(3, 167, dtype=other)))
             stored.append(values.view(3, 167).to(other))
-    stream(transfers, staging_bytes=READERS * 2 * 100)
+    stream(transfers, staging_bytes=READ_THREADS * 2 * 100)
     for transfer, expected in zip(transfers, stored, strict=True):
         assert torch.equal(transfer.to, expected)
 
@@ -126,7 +126,7 @@ def test_a_file_that_changes_is_an_error_and_leaves_only_nan(
             change(path)
 
     def meddling(transfers: Any, on_bytes: Any) -> None:
-        stream(transfers, meddle, staging_bytes=READERS * 2 * 64)
+        stream(transfers, meddle, staging_bytes=READ_THREADS * 2 * 64)
 
     monkeypatch.setattr(hf, "stream", meddling)
     model = build()
@@ -148,7 +148,7 @@ def test_an_interruption_ends_the_reading(tmp_path: Path) -> None:
 
     transfer = Transfer(FileVersion.of(path), 0, torch.float32, torch.ones(1000))
     with pytest.raises(KeyboardInterrupt):
-        stream([transfer], interrupt, staging_bytes=READERS * 2 * 4)
+        stream([transfer], interrupt, staging_bytes=READ_THREADS * 2 * 4)
     assert done == [0, 4]
 
 

@@ -155,7 +155,7 @@ STEP_PAUSE = 30.0  # seconds without a line after which a phase of a step gets o
 
 
 class PlainDisplay(ProgressDisplay):
-    """`[ 12/100]  reward 0.412  KL 0.0031  6.1s: generate 4.1, train 1.9  9m 02s time_left`."""
+    """`[ 12/100]  reward 0.412  KL 0.0031  6.1s: generate 4.1, train 1.9  9m 02s left`."""
 
     def __init__(self, total_steps: int, stream: IO[str], clock: Callable[[], float] = time.monotonic) -> None:
         self._total = total_steps

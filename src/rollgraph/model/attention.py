@@ -28,7 +28,7 @@ from rollgraph.model.kernels.cpu_operators import (
 
 
 class PackedAttention(torch.autograd.Function):
-    """See `attention.packed_attention`; `tokens` and `cu_keys` are those of `attention.PackedKeys`."""
+    """See `packed_attention`; `tokens` and `cu_keys` are those of `PackedKeys`."""
 
     @staticmethod
     def forward(

@@ -221,7 +221,7 @@ class Decoder(Adaptable):
 
     The activations of the first `checkpointing` layers are recomputed in the backward pass instead of being kept. With
     a `group`, `architecture` has the sizes of this rank's shard, and `full_architecture` those of the unsharded model.
-    Random weights that are drawn here are not shards of what an unsharded model would draw: see `division.py`.
+    Random weights that are drawn here are not shards of what an unsharded model would draw: see `tensor_shards.py`.
     """
 
     frequencies: Tensor

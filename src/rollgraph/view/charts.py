@@ -80,7 +80,7 @@ DESCRIPTIONS = {
     "tokens/padding": "Share of padding in microbatches.",
     "speed/seconds": "Duration of the step.",
     "speed/seconds/<phase>": "Duration of this phase of the step.",
-    "speed/tokens_per_second": "Completion tokens trained on, per second of the step.",
+    "speed/tokens_per_second": "Tokens of the trained completions, with tool replies, per second of the step.",
     "speed/tokens_per_second/<phase>": "Tokens of this phase, per second of it.",
     "speed/memory_gib": "Peak memory in GiB: GPU memory or, without a GPU, the memory of the process.",
     "speed/memory_gib/<phase>": "Memory of this phase in GiB: its peak on the GPU or, without a GPU, its final value.",

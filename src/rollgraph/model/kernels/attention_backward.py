@@ -214,7 +214,7 @@ def packed_backward(
     d_out: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_rows: Tensor, tokens: Tensor, cu_keys: Tensor, out: Tensor,
     normalizers: Tensor, window: int | None, has_shared_prompts: bool, parts: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of q, k and v, from the results of `attention.packed`. All tensors are contiguous.
+    """The gradients of q, k and v, from the results of `attention.packed_attention`. All tensors are contiguous.
 
     `has_shared_prompts` says whether sequences can share a prompt; otherwise `tokens` is not used. If there are few
     programs, the query heads of a key/value head are divided into `parts` with separate programs.

@@ -40,7 +40,7 @@ from rollgraph.model.tensor_shards import HFTensorShard, full_shapes, hf_tensor_
 from rollgraph.model.weights.peft_config import ADAPTER_CONFIG
 from rollgraph.model.weights.stream import FileVersion, OnBytes, Transfer, stream
 
-# -- reading ---------------------------------------------------------------------------------------
+# -- loading a folder ------------------------------------------------------------------------------
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -251,7 +251,7 @@ def _difference(theirs: Architecture, ours: Architecture) -> str:
     return first_names(differences)
 
 
-# -- reading ---------------------------------------------------------------------------------------
+# -- its files -------------------------------------------------------------------------------------
 
 
 def read_architecture(source: Path) -> Architecture:

@@ -21,7 +21,7 @@ from torch import Tensor
 from rollgraph.files import FileError
 
 STAGING_BYTES = 256 * 2**20  # of all threads together
-READERS = 4
+READ_THREADS = 4
 _BUFFERS = 2  # of each thread: one is filled while the other is copied to the GPU
 OnBytes = Callable[[int, int], None]  # called with the number of bytes read so far, and in all
 
@@ -85,11 +85,11 @@ def stream(transfers: Sequence[Transfer], on_bytes: OnBytes | None = None, stagi
     After an error, some destinations have been written. `on_bytes` is called in the calling thread.
     """
     report = on_bytes or (lambda done, total: None)
-    pieces = [piece for transfer in transfers for piece in transfer.split(staging_bytes // (READERS * _BUFFERS))]
+    pieces = [piece for transfer in transfers for piece in transfer.split(staging_bytes // (READ_THREADS * _BUFFERS))]
     total = sum(piece.nbytes for piece in pieces)
     done = 0
     report(done, total)
-    with _opened(pieces) as files, ThreadPoolExecutor(READERS, "weights") as pool:
+    with _opened(pieces) as files, ThreadPoolExecutor(READ_THREADS, "weights") as pool:
         destinations = _Destinations(files, pieces)
         try:
             for piece, _ in zip(pieces, pool.map(destinations.fill, pieces), strict=True):
