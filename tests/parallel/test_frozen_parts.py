@@ -226,7 +226,7 @@ def test_a_module_without_parameters_does_not_read_another_layer() -> None:
                 pytest.raises(StaleWeights, match="slot 0 holds layer 4, not layer 2"),
             ):
                 mine.layers[2].scale(x)
-        (guard,) = mine.sharded.graph_guards(mine.layers[2].scale)
+        (guard,) = mine.sharded.gathers.guards_of(mine.layers[2].scale)
         assert "slot 0 holds layer 4, not layer 2" in str(guard())
 
     simulated(run)
@@ -293,12 +293,12 @@ def test_what_is_written_to_the_full_copy_is_kept_by_shards() -> None:
     def run(mine: Rank) -> None:
         reader = mine.reader()
         before = values(reader)
-        mine.sharded.invalidate_full_parameters()  # something else used its memory
+        mine.sharded.gathers.invalidate_full_parameters()  # something else used its memory
         reader[3].both.fill_(7.0)
         reader[3].trained.fill_(7.0)
         with mine.sharded.writing_full_model(), torch.no_grad():
             reader[2].weight.mul_(2)
-        assert mine.sharded.stale() is None
+        assert mine.sharded.gathers.stale() is None
         assert same(values(reader), before)
         x = inputs(0, 0)
         expected = build()
@@ -308,7 +308,7 @@ def test_what_is_written_to_the_full_copy_is_kept_by_shards() -> None:
             assert torch.equal(reader(x), expected(x))
         with pytest.raises(ArithmeticError):
             write_and_fail(mine.sharded, reader[2].weight)
-        assert "do not hold" in str(mine.sharded.stale())
+        assert "do not hold" in str(mine.sharded.gathers.stale())
         mine.sharded.gather()
         with torch.no_grad():
             assert torch.equal(reader(x), expected(x))

@@ -19,7 +19,7 @@ from rollgraph.parallel.data.bucket_plan import plan_buckets, plan_memory, specs
 from rollgraph.parallel.data.gathers import StaleWeights
 from rollgraph.parallel.data.sharded_model import ShardedModel
 from rollgraph.parallel.data.together import StepAborted
-from rollgraph.parallel.fsdp.full_parameters import ShardedParameters
+from rollgraph.parallel.fsdp.full_parameters import RingGathers
 from rollgraph.parallel.fsdp.layout import names_in, plan_ring, plan_units
 from rollgraph.parallel.fsdp.ring import Ring
 from rollgraph.parallel.optim.adamw import ShardedAdamW
@@ -33,8 +33,8 @@ LAYERS = 5
 
 
 def ring_of(sharded: ShardedModel) -> Ring:
-    assert isinstance(sharded._parameters, ShardedParameters)
-    return sharded._parameters.ring
+    assert isinstance(sharded.gathers, RingGathers)
+    return sharded.gathers.ring
 
 
 class Deep(nn.Module):
@@ -90,7 +90,7 @@ class Rank:
                 pool=self.pool,
                 backend=backend,
                 hooks=self.hooks,
-                guards=[self.sharded.graph_guards(layer) for layer in self.layers],
+                guards=[self.sharded.gathers.guards_of(layer) for layer in self.layers],
                 grad_buffers=self.sharded.flat.grad_buffers,
             )
 
@@ -453,19 +453,19 @@ def test_a_full_copy_is_read_only_while_it_is_current() -> None:
     def run(mine: Rank) -> None:
         reader = mine.sharded.make_full_model()
         ids = microbatch(0, 0, 0)
-        reasons = [mine.sharded.stale()]
+        reasons = [mine.sharded.gathers.stale()]
         mine.sharded.gather()
-        reasons.append(mine.sharded.stale())
+        reasons.append(mine.sharded.gathers.stale())
         with torch.no_grad():
             assert torch.equal(reader(ids), mine.model(ids))
         addresses = [parameter.data_ptr() for parameter in reader.parameters()]
         mine.step(0)
-        reasons.append(mine.sharded.stale())
+        reasons.append(mine.sharded.gathers.stale())
         mine.sharded.gather()
         with torch.no_grad():
             assert torch.equal(reader(ids), mine.model(ids))
-        mine.sharded.invalidate_full_parameters()
-        reasons.append(mine.sharded.stale())
+        mine.sharded.gathers.invalidate_full_parameters()
+        reasons.append(mine.sharded.gathers.stale())
         assert [parameter.data_ptr() for parameter in reader.parameters()] == addresses
         assert "the full parameters do not hold layer 0" in str(reasons[0])
         assert reasons[1] is None
@@ -570,8 +570,8 @@ def test_one_rank_has_nothing_to_divide() -> None:
     model = build()
     sharded = ShardedModel(model, World(0, 1, "cpu"), shard="parameters", units=list(model.layers))
     assert sharded.make_full_model() is model
-    assert sharded.graph_guards(model.layers[0]) == []
-    assert sharded.stale() is None
+    assert sharded.gathers.guards_of(model.layers[0]) == []
+    assert sharded.gathers.stale() is None
 
 
 def test_what_cannot_take_turns_is_refused() -> None:

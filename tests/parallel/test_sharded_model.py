@@ -152,7 +152,7 @@ def train_and_generate(world: World, steps: int, phases: bool) -> tuple[dict[str
     ids = microbatch(0, 0, 0)
     sharded.gather()
     with torch.no_grad(), sharded.paused(gather=True):
-        generate = capture(lambda ids: model(ids), (ids,), pool=pool, guards=[sharded.stale])
+        generate = capture(lambda ids: model(ids), (ids,), pool=pool, guards=[sharded.gathers.stale])
     captures = pool.report().captures
     for step in range(steps):
         loss(model, microbatch(step, world.rank, 0)).backward()
@@ -201,7 +201,7 @@ def stale_reads(world: World) -> list[str]:
     sharded = ShardedModel(model, world, bucket_bytes=400)
     optimizer, ids, said = ShardedAdamW(sharded, RATE), microbatch(0, 0, 0), []
     with torch.no_grad(), sharded.paused(gather=True):
-        graph = capture(lambda ids: model(ids), (ids,), guards=[sharded.stale])
+        graph = capture(lambda ids: model(ids), (ids,), guards=[sharded.gathers.stale])
     loss(model, ids).backward()
     sharded.finish_gradients()
     optimizer.step()

@@ -128,7 +128,7 @@ class Rank:
             assert torch.equal(found, value), f"{name} differs by {(found - value).abs().max()}"
 
     def stale(self) -> bool:
-        return any(self.sharded._parameters.managed[p].stale for p in self.model.parameters())
+        return any(self.sharded.gathers.managed[p].stale for p in self.model.parameters())
 
     def do_forward(self, number: int, active: bool) -> None:
         refused = not active and self.stale()
@@ -231,7 +231,7 @@ class Rank:
             self.optimizer.read_shards()
 
     def do_snapshot(self) -> None:
-        if self.sharded.stale() is not None:
+        if self.sharded.gathers.stale() is not None:
             with pytest.raises(StaleWeights):
                 self.sharded.flat.snapshot()
             self.sharded.gather()

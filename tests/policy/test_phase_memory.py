@@ -15,7 +15,7 @@ class Simulation:
     """Two pieces of memory by what is in them. The cache lies over both; scoring and training overwrite the pool's."""
 
     def __init__(self, over_gradients: bool) -> None:
-        self.memory = PhaseMemory(self)
+        self.memory = PhaseMemory(self, lambda: None)
         self.memory.share(self.forget_cache, over_gradients=over_gradients)
         self.over_gradients = over_gradients
         self.gradients = 0  # how many microbatches were added; None: something else is there
@@ -40,9 +40,6 @@ class Simulation:
         assert self.lent
         self.lent = False
         self.garbage_in_gradients = False
-
-    def invalidate_full_parameters(self) -> None:
-        pass
 
     def forget_cache(self) -> None:
         self.cached = False
@@ -106,7 +103,7 @@ def test_a_refused_phase_changes_nothing() -> None:
 
 def test_without_a_cache_nothing_is_lent_and_nothing_refused() -> None:
     simulation = Simulation(over_gradients=True)
-    simulation.memory = PhaseMemory(simulation)
+    simulation.memory = PhaseMemory(simulation, lambda: None)
     simulation.gradients = 1
     for phase in ("generate", "score", "train", "generate"):
         simulation.memory.enter(phase)

@@ -172,7 +172,7 @@ def missing_gathers(worker: PolicyWorker) -> list[str]:
 def loaded(worker: PolicyWorker, folder: Path) -> None:
     """What is written to the whole model stays, whatever the memory of the full copy held before."""
     worker.train(batch(52, 2))
-    worker.sharded.invalidate_full_parameters()
+    worker.sharded.gathers.invalidate_full_parameters()
     with torch.no_grad():
         for tensor in worker.full_model.layers.parameters():
             tensor.fill_(7.0)

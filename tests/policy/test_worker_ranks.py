@@ -89,7 +89,7 @@ def everything(world: World) -> dict[str, Any]:
 
     found["before"] = [r.tokens for r in sample_rollouts(worker, 3, "a")]
     worker.train(Batch([paired(0)]))
-    found["stale"] = worker.sharded.stale()
+    found["stale"] = worker.sharded.gathers.stale()
     assert worker.engine is not None
     try:
         with worker.sharded.paused(gather=False):

@@ -22,13 +22,14 @@ from rollgraph.graph.captured import (
     GraphSpec,
     OnMismatch,
     callable_name,
+    check_guards,
     identity,
     refuse_nesting,
 )
 from rollgraph.graph.cuda_backend import CudaBackend
 from rollgraph.graph.errors import CaptureError, NeedsWarmup, ReplayMismatch
 from rollgraph.graph.function_recorder import FunctionRecorder, eager_variant
-from rollgraph.graph.hooks import NO_HOOKS, GraphHooks, Guard, check_guards
+from rollgraph.graph.hooks import NO_HOOKS, GraphHooks, Guard
 from rollgraph.graph.pool import Arena, GraphPool, GraphRecord, PoolHandle
 from rollgraph.graph.surface import Surface
 from rollgraph.graph.tape import TapeBackend

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from rollgraph.graph.backend import Backend, Recording, current_observer
 from rollgraph.graph.cuda_backend import CaptureMonitor
 from rollgraph.graph.errors import CaptureError, GraphError, ReplayMismatch, StaleGraph
-from rollgraph.graph.hooks import GraphHooks, Guard, check_guards
+from rollgraph.graph.hooks import GraphHooks, Guard
 from rollgraph.graph.outputs import OutputTree, StaticOutputs
 from rollgraph.graph.pool import Arena, GraphRecord
 from rollgraph.graph.state.binding import Binding, BoundGradients
@@ -272,6 +272,14 @@ class GraphedTarget(ABC, Generic[P, R, V]):
         self._variants.clear()
         self.static_bytes = 0
         self.record.bytes_owned = 0
+
+
+def check_guards(guards: Sequence[Guard], graph: str) -> None:
+    """Raise StaleGraph if a guard objects to a replay."""
+    for guard in guards:
+        reason = guard()
+        if reason is not None:
+            raise StaleGraph(f"graph {graph!r} refused: {reason}")
 
 
 def identity(target: Any) -> Any:

@@ -119,14 +119,17 @@ class SharedGradients(Protocol):
     def has_gradients(self) -> bool: ...
     def lend_gradients(self) -> None: ...
     def take_back_gradients(self) -> None: ...
-    def invalidate_full_parameters(self) -> None: ...
 
 
 class PhaseMemory:
-    """Tracks which phase uses the shared memory. Without a cache there, every phase may be entered at any time."""
+    """Tracks which phase uses the shared memory. Without a cache there, every phase may be entered at any time.
 
-    def __init__(self, gradients: SharedGradients) -> None:
+    `invalidate_full_parameters` is called before training reuses their memory.
+    """
+
+    def __init__(self, gradients: SharedGradients, invalidate_full_parameters: Callable[[], None]) -> None:
         self._gradients = gradients
+        self._invalidate_full_parameters = invalidate_full_parameters
         self._over_gradients = False
         self._forget_cache: Callable[[], None] | None = None  # None: no cache shares memory
         self._cache_is_valid = False
@@ -144,7 +147,7 @@ class PhaseMemory:
         elif phase in ("score", "train"):
             self._cache_is_valid = False
         if phase == "train":
-            self._gradients.invalidate_full_parameters()
+            self._invalidate_full_parameters()
             if self._gradients_are_lent:
                 self._gradients.take_back_gradients()
                 self._gradients_are_lent = False

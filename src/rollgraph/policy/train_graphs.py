@@ -60,7 +60,7 @@ class _TrainedLoss:
 
 
 class TrainGraphs(ScoreGraphs):
-    """The training and scoring graphs of a model. The guards in `weights` are checked before every replay.
+    """The training and scoring graphs of a model. The guards of `weights` are checked before every replay.
 
     `training_guards` are additional guards of training. If parameters are sharded, `full_model` is a second model that
     holds the full parameters; the worker creates it and sets it here before scoring is captured.
@@ -76,7 +76,7 @@ class TrainGraphs(ScoreGraphs):
         weights: AdaptedWeights,
         training_guards: Sequence[Guard] = (),
     ) -> None:
-        super().__init__(model, limits, settings, temperature, guards=[weights.stale])
+        super().__init__(model, limits, settings, temperature, guards=weights.guards)
         self._model = model
         self._sharded = sharded
         self._weights = weights
@@ -135,12 +135,12 @@ class TrainGraphs(ScoreGraphs):
         modules, samples = self._list_modules(tokens)
         # The eager backend records nothing: generation and scoring run the same modules, with other shapes.
         on_mismatch: Any = "eager" if settings.backend == "eager" else settings.on_mismatch
-        common_guards = [*self._training_guards, self._weights.stale_copies]
+        common_guards = [*self._training_guards, *self._weights.copy_guards]
         make_graphed_callables(
             tuple(modules), tuple(samples), pool=settings.pool, backend=settings.backend, on_mismatch=on_mismatch,
             hooks=[self._sharded.graph_hooks(module) for module in modules],
             grad_buffers=self._sharded.flat.grad_buffers, num_warmup_iters=max(1, settings.warmup),
-            guards=[[*common_guards, *self._sharded.graph_guards(module)] for module in modules],
+            guards=[[*common_guards, *self._sharded.gathers.guards_of(module)] for module in modules],
         )  # fmt: skip
 
     def _list_modules(self, tokens: int) -> tuple[list[torch.nn.Module], list[tuple[Any, ...]]]:

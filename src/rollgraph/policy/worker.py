@@ -187,7 +187,7 @@ class PolicyWorker:
         self.optimizer = ShardedAdamW(self.sharded, **optimizer)
         self.weights = WeightSlots(self.sharded, verify=verify_weights)
         self.adapted = AdaptedWeights(model.adapters, self.sharded, self.weights)
-        self.memory = PhaseMemory(self.sharded)
+        self.memory = PhaseMemory(self.sharded, self.sharded.gathers.invalidate_full_parameters)
         self.phases = Phases(self.adapted, self.memory.enter)
         self.pool = GraphPool()
         self.pool.leave_unsaved(self.sharded.flat.gradient_memory)  # it holds zeros before and after every capture
@@ -313,7 +313,7 @@ class PolicyWorker:
             exact=False,  # GEMM algorithms are chosen already
             pool=self.pool,
             backend=self.backend_name,
-            guards=[self.adapted.stale, self.memory.cache_is_gone],
+            guards=[*self.adapted.guards, self.memory.cache_is_gone],
         )
 
     @property

@@ -24,7 +24,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from rollgraph.graph.hooks import GraphHooks, Guard
+from rollgraph.graph.hooks import GraphHooks
 from rollgraph.parallel.data.bucket_plan import (
     BUCKET_BYTES,
     MemoryPlan,
@@ -37,15 +37,14 @@ from rollgraph.parallel.data.bucket_plan import (
 )
 from rollgraph.parallel.data.collectives import Collectives, Reduction
 from rollgraph.parallel.data.flat_buffer import FlatBuckets
-from rollgraph.parallel.data.gathers import BucketSync, StaleWeights
+from rollgraph.parallel.data.gathers import BucketSync, ParameterGathers, StaleWeights
 from rollgraph.parallel.data.hooks import HookSet, ModelHooks, is_sharded
 from rollgraph.parallel.data.reductions import GradientReductions
 from rollgraph.parallel.data.together import StepAborts
 from rollgraph.parallel.fsdp.full_parameters import (
     Allocate,
-    ReplicatedParameters,
-    ShardedParameters,
-    ShardingStrategy,
+    Gathers,
+    RingGathers,
     allocate_zeros,
 )
 from rollgraph.parallel.fsdp.layout import (
@@ -162,7 +161,7 @@ class ShardedModel:
         all_frozen = {name: tensors for of_unit in frozen_by_unit for name, tensors in of_unit.items()}
         self.flat = FlatBuckets(model, plan, grad_dtype=grad_dtype, rank=world.rank, frozen=all_frozen)
         self.shards_parameters = self._ring_plan is not None
-        self._parameters: ShardingStrategy
+        self.gathers: Gathers
         self._gradients: GradientReductions
         if self._ring_plan is None:
             buckets = [
@@ -170,10 +169,10 @@ class ShardedModel:
                 for index, bucket in enumerate(self.flat.buckets)
             ]
             trained = [bucket for bucket in buckets if bucket.bucket.plan.trainable]
-            replicated = ReplicatedParameters(model, buckets)
-            self._parameters = replicated
+            gathers = ParameterGathers(buckets)
+            self.gathers = gathers
             self._gradients = GradientReductions(
-                self.flat, trained, replicated.gathers, world, self.collectives, overlap=overlap_reduce, aborts=aborts,
+                self.flat, trained, gathers, world, self.collectives, overlap=overlap_reduce, aborts=aborts,
                 tensor=tensor,
             )  # fmt: skip
             self.flat.before_reading = lambda: self.require_full_parameters("raise")
@@ -181,14 +180,14 @@ class ShardedModel:
             overlap = (overlap_gather, overlap_reduce)
             refreshes = [] if frozen is None else [frozen.refresh(unit) for unit in units]
             ring = Ring(self._ring_plan, self.flat, world, self.collectives, overlap, frozen_by_unit, refreshes)
-            self._parameters = ShardedParameters(model, ring, world, self.collectives, units, frozen)
+            self.gathers = RingGathers(ring, world, self.collectives, units, frozen)
             self._gradients = RingReductions(self.flat, ring, world, self.collectives, aborts)
             self.flat.after_writing = ring.after_writing
         self.collectives.before_starting = self._gradients.join_abort
         self.collectives.before_blocking = self._before_blocking
         self.flat.before_writing = self.wait_for_gathers
         self.flat.before_zeroing = self._gradients.before_zeroing
-        self._model_hooks = ModelHooks(model, self._parameters.managed, self, units)
+        self._model_hooks = ModelHooks(model, self, units)
 
     def _make_aborts(self) -> StepAborts | None:
         name = self._check_same_model()
@@ -200,14 +199,10 @@ class ShardedModel:
         Collectives in flight are forgotten. All memory stays where it is, so graphs stay valid, but a step may have
         changed only parts of it: load a checkpoint next.
         """
-        self.abandon()
+        self.gathers.abandon()
         self.collectives.rejoin(world)
         self.world = world
         self._gradients.rejoin(self._make_aborts)
-
-    def abandon(self) -> None:
-        """Forget the collectives in flight after ranks were lost: nothing waits for them any more."""
-        self._parameters.abandon()
 
     @property
     def hooks(self) -> HookSet:
@@ -233,42 +228,35 @@ class ShardedModel:
         """Bring the full parameters up to date with the last optimizer step."""
         self._before_blocking()
         self.wait_for_gathers()
-        self._parameters.refresh_full()
+        self.gathers.refresh_full()
 
     def _before_blocking(self) -> None:
         """Start the collectives that precede one in which all ranks wait for each other."""
         self._gradients.join_abort()
-        self._parameters.start()
+        self.gathers.start()
 
     def wait_for_gathers(self) -> None:
         """Call this before parameters are written: a gather in flight would overwrite them."""
-        if self._parameters.joins_abort_first:
+        if self.gathers.joins_abort_first:
             self._gradients.join_abort()
-        self._parameters.wait()
+        self.gathers.wait()
 
     def ensure_gathered(self, parameters: Sequence[Tensor]) -> None:
         """Call this before reading a parameter directly. For modules, a hook does."""
         self._gradients.join_abort()
-        self._parameters.ensure_gathered(parameters)
+        self.gathers.ensure_gathered(parameters)
 
     def enter_unit(self, parameters: Sequence[Tensor], direction: int) -> None:
         """Gather the layer, or part of a layer, with these parameters, which is about to run forward or backward."""
         self._gradients.join_abort()
-        self._parameters.enter(parameters, direction)
-
-    def stale(self) -> str | None:
-        """Why parameters must not be read now; None if they may. As a guard of graphs, it also works in a pause."""
-        return self._parameters.stale()
-
-    def raise_if_stale(self, parameters: Sequence[Tensor]) -> None:
-        self._parameters.raise_if_stale(parameters)
+        self.gathers.enter(parameters, direction)
 
     def require_full_parameters(self, if_stale: Literal["raise", "gather"]) -> None:
         """Call this before reading all parameters, for generation, scoring, export or a checkpoint."""
         if if_stale == "gather":
             self.gather()
             return
-        reason = self.stale()
+        reason = self.gathers.stale()
         if reason is not None:
             raise StaleWeights(f"{reason}: call gather() first")
 
@@ -277,7 +265,7 @@ class ShardedModel:
 
         This is the model itself or, with sharded parameters, a copy whose layers are unsharded.
         """
-        return self._parameters.make_full_model(allocate)
+        return self.gathers.make_full_model(self.model, allocate)
 
     def refresh_full_parameters(self) -> None:
         """Bring the full parameters up to date, if parameters are sharded."""
@@ -291,30 +279,25 @@ class ShardedModel:
         try:
             yield
         except BaseException:
-            self.invalidate_full_parameters()
+            self.gathers.invalidate_full_parameters()
             raise
         self.wait_for_gathers()
-        self._parameters.update_shards()
-
-    def invalidate_full_parameters(self) -> None:
-        """Call this before the memory of the full parameters is reused. The next `gather()` fills it again."""
-        self._parameters.invalidate_full_parameters()
+        self.gathers.update_shards()
 
     def before_swap(self) -> None:
-        """Call this on all ranks before the `resident` parameters of each bucket are swapped for other weights."""
+        """Call this on all ranks before the `resident` parameters of each bucket are swapped for other weights.
+
+        Afterwards, call `gathers.after_swap()` on all ranks.
+        """
         self._before_blocking()
         self.wait_for_gathers()
 
-    def after_swap(self) -> None:
-        """Call this on all ranks after the swap: shards have to be gathered again."""
-        self._parameters.after_swap()
-
     def before_state_dict(self) -> None:
-        self._parameters.refuse_state_dict("and take its state_dict()")
+        self.gathers.refuse_state_dict("and take its state_dict()")
         self.require_full_parameters("raise")
 
     def before_load_state_dict(self) -> None:
-        self._parameters.refuse_state_dict("or use flat.load()")
+        self.gathers.refuse_state_dict("or use flat.load()")
         self.wait_for_gathers()
 
     @contextmanager
@@ -343,7 +326,7 @@ class ShardedModel:
 
     def after_update(self) -> None:
         """The optimizer has written the shards of all trained buckets, after `before_update()`."""
-        if not self._parameters.after_update(self._gradients.buckets, ahead=self._overlap_gather):
+        if not self.gathers.after_update(self._gradients.buckets, ahead=self._overlap_gather):
             self.gather()
 
     # -- gradients ---------------------------------------------------------------------------------
@@ -444,7 +427,3 @@ class ShardedModel:
         capture are rolled back, so only replays reduce.
         """
         return self._model_hooks.graph_hooks(module)
-
-    def graph_guards(self, module: nn.Module) -> list[Guard]:
-        """Guards of a graph of `module`, for `make_graphed_callables`: they check the contents of its slot."""
-        return self._parameters.guards_of(module)
