@@ -96,8 +96,8 @@ def test_generation_is_refused_while_gradients_wait_and_they_are_kept(pair: tupl
     found = []
     for worker in pair:
         steps = worker._train_graphs
-        ((_, bucket),) = steps.plan(make_samples(4))
-        arrays = steps.collate(make_samples(4), bucket)
+        ((_, bucket),) = worker.limits.plan(make_samples(4), steps.buckets)
+        arrays = worker.limits.collate(make_samples(4), bucket)
         with worker.phases.enter("train"):  # a loop of one's own, which accumulates over several phases
             steps.train("policy", arrays, last=False)
         if worker is ours:
@@ -134,8 +134,8 @@ def test_outside_of_its_phase_nobody_uses_the_memory(pair: tuple[PolicyWorker, P
     ours, _ = pair
     assert ours.engine is not None
     steps = ours._train_graphs
-    ((_, bucket),) = steps.plan(make_samples(4))
-    arrays = steps.collate(make_samples(4), bucket)
+    ((_, bucket),) = ours.limits.plan(make_samples(4), steps.buckets)
+    arrays = ours.limits.collate(make_samples(4), bucket)
     ours.generate([([1, 2], 0)], seed="s")
     refused = pytest.raises(RuntimeError, match=r'with policy.phases.enter\("train"\)')
     with refused:

@@ -76,7 +76,7 @@ class TrainGraphs(ScoreGraphs):
         weights: AdaptedWeights,
         training_guards: Sequence[Guard] = (),
     ) -> None:
-        super().__init__(model, limits, settings, temperature, guards=weights.guards)
+        super().__init__(model, limits, settings, temperature, guards=weights.guards, gather=sharded.ensure_gathered)
         self._model = model
         self._sharded = sharded
         self._weights = weights
@@ -93,7 +93,7 @@ class TrainGraphs(ScoreGraphs):
 
         Gradients are reduced across ranks during the backward of the `last` microbatch.
         """
-        inputs = self._upload(arrays)
+        inputs = arrays.to(self._device)
         if self._whole_step:
             self._sharded.expect_gradients()
             values = self._train[name, arrays.bucket](*inputs)
@@ -147,7 +147,7 @@ class TrainGraphs(ScoreGraphs):
         """The modules to capture, and sample arguments for each."""
         scopes = self._settings.scopes
         architecture = self._model.architecture
-        cu_seqlens, *keys = self._upload(self.collate([], TokenBucket(tokens, tokens)))[4:7]
+        cu_seqlens, *keys = self._limits.collate([], TokenBucket(tokens, tokens)).to(self._device)[4:7]
         cos, sin = (torch.zeros(tokens, architecture.head_dim // 2, device=self._device) for _ in range(2))
         layout = (cos, sin, cu_seqlens, self._limits.longest(tokens), PackedKeys(*keys))
 
@@ -176,10 +176,6 @@ class TrainGraphs(ScoreGraphs):
         return modules, samples
 
     # -- what runs inside the graphs ---------------------------------------------------------------
-
-    def _gather_head(self, head: Tensor) -> None:
-        if head.requires_grad:  # otherwise it is part of a frozen base, which is sharded only inside layers
-            self._sharded.ensure_gathered([head])
 
     def _loss(self, name: str, inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """The loss of a microbatch, and one tensor of values: three for the agreement, then the loss's metrics."""

@@ -450,13 +450,13 @@ class PolicyWorker:
         self.adapted.refresh()
         if self._dropout:  # a mask depends only on the update and the rank, so a resumed run repeats it
             torch.manual_seed(self.optimizer.steps * self.world.size + self.world.rank)
-        microbatches = self._train_graphs.plan(samples)
+        microbatches = self.limits.plan(samples, self._train_graphs.buckets)
         if self.world.size > 1:  # every rank runs equally many, because all take part in each collective
             counts = self.sharded.collectives.all_gather_text(str(len(microbatches)))
             missing = max(int(count) for count in counts) - len(microbatches)
             microbatches += [([], self._train_graphs.buckets[0])] * missing  # all buckets have as many tokens
         for number, (indices, bucket) in enumerate(microbatches, 1):
-            arrays = self._train_graphs.collate([samples[index] for index in indices], bucket)
+            arrays = self.limits.collate([samples[index] for index in indices], bucket)
             agreement, metrics = self._train_graphs.train(loss, arrays, last=number == len(microbatches))
             totals.add_microbatch(agreement, metrics, arrays.used_tokens, bucket.tokens, len(indices))
             report(totals.samples)
