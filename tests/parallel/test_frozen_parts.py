@@ -98,7 +98,7 @@ class Rank:
 
     def step(self, step: int) -> None:
         self.loss(step).backward()
-        self.sharded.finish_gradients()
+        self.sharded.gradients.finish()
         self.optimizer.step()
 
     def reader(self) -> Any:
@@ -163,7 +163,7 @@ def test_frozen_tensors_have_no_gradients_no_state_and_no_place_in_a_checkpoint(
         started = [entry.split() for entry in ring_of(mine.sharded).started]
         assert {bucket for kind, _, bucket in started if kind == "gather"} == {"0", "1"}
         assert {bucket for kind, _, bucket in started if kind == "reduce"} == {"0"}
-        mine.sharded.drop_gradients()
+        mine.sharded.gradients.drop()
         return pieces(mine.optimizer), values(mine.reader())
 
     def go_on(mine: Rank) -> Any:

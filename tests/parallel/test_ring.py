@@ -104,7 +104,7 @@ class Rank:
     def step(self, step: int, accumulation: int = 1) -> None:
         for number in range(accumulation):
             self.loss(step, number).backward()
-        self.sharded.finish_gradients()
+        self.sharded.gradients.finish()
         self.optimizer.step()
 
     def values(self) -> dict[str, Tensor]:
@@ -225,7 +225,7 @@ def find_refusals(mine: Rank) -> list[str]:
         reasons.append(reason(partial(total.backward, retain_graph=True)))
     total.backward()
     assert x.grad is not None
-    mine.sharded.drop_gradients()
+    mine.sharded.gradients.drop()
     return reasons
 
 
@@ -260,7 +260,7 @@ def test_each_layer_is_gathered_ahead_and_only_if_it_left_its_slot(slots: int, a
     def run(mine: Rank) -> str:
         mine.loss(0).backward()
         started = [entry.split() for entry in ring_of(mine.sharded).started]
-        mine.sharded.drop_gradients()
+        mine.sharded.gradients.drop()
         return " ".join(f"{kind[0]}{unit}" for kind, unit, bucket in started)
 
     assert simulated(run, slots=slots, overlap_gather=ahead) == [order, order]
@@ -280,7 +280,7 @@ def test_a_backward_without_a_second_gather_is_refused() -> None:
                 after_layer_2 = hidden
         with mine.sharded.paused(gather=False), pytest.raises(StaleWeights) as refused:
             after_layer_2.sum().backward()
-        mine.sharded.drop_gradients()
+        mine.sharded.gradients.drop()
         return str(refused.value)
 
     for reason in simulated(run):
@@ -293,7 +293,7 @@ def test_the_backward_of_a_forward_before_the_optimizers_step_raises() -> None:
         mine.step(0)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             early.backward()
-        mine.sharded.drop_gradients()
+        mine.sharded.gradients.drop()
 
     simulated(run)
 
@@ -318,8 +318,8 @@ def test_gradients_that_were_made_during_a_pause_are_refused() -> None:
                 mine.layers[4](torch.ones(2, 5, 8)).sum().backward()
             mine.model.head(torch.ones(2, 8)).sum().backward()
         with pytest.raises(RuntimeError, match="outside of layers was computed while hooks were paused"):
-            mine.sharded.finish_gradients()
-        mine.sharded.drop_gradients()
+            mine.sharded.gradients.finish()
+        mine.sharded.gradients.drop()
         mine.step(0)
 
     simulated(run)
@@ -349,7 +349,7 @@ def test_a_write_to_a_layer_in_its_slot_is_not_lost_silently() -> None:
             reader = mine.sharded.make_full_model()
             assert torch.equal(found, loss(reader, microbatch(0, mine.rank, 0)))
         mine.loss(1).backward()
-        mine.sharded.finish_gradients()
+        mine.sharded.gradients.finish()
         with torch.no_grad():
             mine.layers[0][0].weight.mul_(2)
         with pytest.raises(RuntimeError, match="a parameter of layer 0 was written"):
@@ -386,11 +386,11 @@ def test_an_aborted_step_leaves_nothing_for_the_next_one(place: str, who: tuple[
             value.backward()
             if failing and place == "end":
                 fail()
-            mine.sharded.finish_gradients()
+            mine.sharded.gradients.finish()
             raised = ""
         except (ArithmeticError, StepAborted) as error:
             raised = type(error).__name__
-            mine.sharded.drop_gradients()
+            mine.sharded.gradients.drop()
         if handle is not None:
             handle.remove()
         mine.step(1)
@@ -505,7 +505,7 @@ def test_checkpoints_load_in_every_layout_with_any_number_of_ranks(tmp_path: Pat
 
     def go_on(mine: Rank, source: str, target: str) -> tuple[Any, Any]:
         mine.loss(5).backward()
-        mine.sharded.drop_gradients()
+        mine.sharded.gradients.drop()
         load(tmp_path / source, mine.sharded, mine.optimizer)
         save(tmp_path / target, mine.sharded, mine.optimizer)
         return mine.values(), pieces(mine.optimizer)

@@ -254,7 +254,7 @@ def test_samples_without_tokens_have_nothing_to_score_or_learn(worker: PolicyWor
     assert worker.logprobs(empty) == [[], [], []]
     with worker.phases.enter("train"):
         worker._train_graphs.train("policy", worker.limits.collate(empty, HALF), last=True)
-        shards = worker.sharded.gradient_shards()
+        shards = worker.sharded.gradients.shards()
         assert shards
         assert all(torch.equal(shard, torch.zeros_like(shard)) for shard in shards)
 

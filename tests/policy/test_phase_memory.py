@@ -28,15 +28,15 @@ class Simulation:
     # -- what PhaseMemory calls
 
     @property
-    def has_gradients(self) -> bool:
+    def has_pending(self) -> bool:
         return self.gradients > 0
 
-    def lend_gradients(self) -> None:
+    def lend(self) -> None:
         assert not self.lent
         assert not self.gradients
         self.lent = True
 
-    def take_back_gradients(self) -> None:
+    def take_back(self) -> None:
         assert self.lent
         self.lent = False
         self.garbage_in_gradients = False

@@ -101,17 +101,17 @@ def test_generation_is_refused_while_gradients_wait_and_they_are_kept(pair: tupl
         with worker.phases.enter("train"):  # a loop of one's own, which accumulates over several phases
             steps.train("policy", arrays, last=False)
         if worker is ours:
-            with pytest.raises(GradientsInUse, match=r"drop_gradients\(\) first"):
+            with pytest.raises(GradientsInUse, match=r"gradients.drop\(\) first"):
                 worker.generate([([1, 2], 0)], seed="s")
         else:
             worker.generate([([1, 2], 0)], seed="s")
         worker.logprobs(make_samples(2))  # scoring does not touch them
         with worker.phases.enter("train"):
             steps.train("policy", arrays, last=True)
-            worker.sharded.finish_gradients(average=False)
+            worker.sharded.gradients.finish(average=False)
             if worker is ours:  # reduced, but not used yet
                 with pytest.raises(RuntimeError, match="optimizer has not used"):
-                    worker.sharded.lend_gradients()
+                    worker.sharded.gradients.lend()
             worker.optimizer.step()
         found.append((parameters(worker), worker.generate([([1, 2], 0)], seed="s")))
     assert torch.equal(found[0][0], found[1][0])
@@ -141,7 +141,7 @@ def test_outside_of_its_phase_nobody_uses_the_memory(pair: tuple[PolicyWorker, P
     with refused:
         steps.train("policy", arrays, last=True)
     uses: list[Callable[[], Any]] = [
-        ours.optimizer.step, ours.sharded.gradient_shards, ours.sharded.finish_gradients, ours.sharded.gradient_norm,
+        ours.optimizer.step, ours.sharded.gradients.shards, ours.sharded.gradients.finish, ours.sharded.gradients.norm,
         lambda: ours.model.embed_tokens.weight.sum().backward(),
     ]  # fmt: skip
     before = parameters(ours)
@@ -150,7 +150,7 @@ def test_outside_of_its_phase_nobody_uses_the_memory(pair: tuple[PolicyWorker, P
             use()
     assert torch.equal(parameters(ours), before)
     ours.model.embed_tokens.weight.grad = None
-    ours.sharded.drop_gradients()  # of no step: the cache stays as it is
+    ours.sharded.gradients.drop()  # of no step: the cache stays as it is
     assert ours.memory.gradients_are_lent()
     ours.train(make_batch(1, 4))
     with pytest.raises(GraphError, match="enter the phase generate first"):
@@ -175,7 +175,7 @@ def test_requests_that_another_phase_interrupts_go_on_as_if_it_had_not(pair: tup
             worker.logprobs(make_samples(3))
             with worker.phases.enter("train"):
                 worker.sharded.flat.gradient_memory.fill_(torch.nan)
-                worker.sharded.drop_gradients()
+                worker.sharded.gradients.drop()
         with worker.phases.enter("generate"):
             while engine.step():
                 pass

@@ -95,12 +95,12 @@ class TrainGraphs(ScoreGraphs):
         """
         inputs = arrays.to(self._device)
         if self._whole_step:
-            self._sharded.expect_gradients()
+            self._sharded.gradients.expect_all()
             values = self._train[name, arrays.bucket](*inputs)
         else:
             with ExitStack() as stack:
                 if not last:
-                    stack.enter_context(self._sharded.no_sync())
+                    stack.enter_context(self._sharded.gradients.no_sync())
                 loss, values = self._loss(name, inputs)
                 loss.backward()
         values = values.detach()

@@ -156,7 +156,7 @@ class WeightSlots:
                 for index in range(len(self._slots[name])):
                     self._swap(name, index)
                     swapped = index + 1
-            self._model.gathers.after_swap()
+            self._model.gathers.after_writing()
             self._model.refresh_full_parameters()
             self.current = name
             self._model.swapped_in = name
@@ -165,7 +165,7 @@ class WeightSlots:
             with self._copies(name):
                 for index in range(swapped):
                     self._swap(name, index)
-            self._model.gathers.after_swap()
+            self._model.gathers.after_writing()
             self.current = POLICY
             self._model.swapped_in = None
             if before is not None and self.checksum() != before:
@@ -221,7 +221,7 @@ SHARDED_BASE = FrozenParts(frozen_tensors, make_lora_a_copier)  # the frozen ten
 
 
 class AdaptedWeights:
-    """The weights that a worker computes with: slots, plus adapters switched on or off. Implements `PhaseActions`."""
+    """The weights that a worker computes with: slots, plus adapters switched on or off."""
 
     def __init__(self, adapters: Adapters | None, sharded: ShardedModel, slots: WeightSlots) -> None:
         self._adapters = adapters
@@ -278,14 +278,9 @@ class AdaptedWeights:
             return "the adapters are switched off"
         return None
 
-    # -- actions of the phase machine --------------------------------------------------------------
-
     @contextmanager
-    def paused(self, gather: bool) -> Iterator[None]:
-        with self._sharded.paused(gather):
-            if gather:
-                self.refresh()
+    def gathered_and_paused(self) -> Iterator[None]:
+        """Gather the full parameters and copy A; run no hooks inside."""
+        with self._sharded.paused(gather=True):
+            self.refresh()
             yield
-
-    def drop_gradients(self) -> None:
-        self._sharded.drop_gradients()

@@ -106,7 +106,7 @@ class BucketSync:
             pending.complete()
             self._reduced = True
         if self.reduction_started and not self._reduced:
-            raise CommunicationError(f"the reduce-scatter of {self.name} failed earlier: call drop_gradients() first")
+            raise CommunicationError(f"the reduce-scatter of {self.name} failed earlier: call gradients.drop() first")
 
     def discard_reduction(self) -> None:
         """Wait for the reduction in flight and ignore its result."""
@@ -218,7 +218,7 @@ class ParameterGathers:
     def refresh_full(self) -> None:
         pass
 
-    def after_swap(self) -> None:
+    def after_writing(self) -> None:
         pass
 
     def update_shards(self) -> None:

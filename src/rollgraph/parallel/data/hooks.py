@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from rollgraph.graph.hooks import GraphHooks, Moment
+from rollgraph.parallel.data.reductions import GradientReductions
 from rollgraph.parallel.fsdp.full_parameters import Gathers
 from rollgraph.parallel.fsdp.ring import BACKWARD, FORWARD
 
@@ -194,11 +195,10 @@ class HookActions(Protocol):
     """What hooks call; `ShardedModel` implements it."""
 
     gathers: Gathers
+    gradients: GradientReductions
 
     def ensure_gathered(self, parameters: Sequence[Tensor]) -> None: ...
     def enter_unit(self, parameters: Sequence[Tensor], direction: int) -> None: ...
-    def accumulate_gradient(self, parameter: Tensor) -> None: ...
-    def gradient_arrived(self, parameter: Tensor) -> None: ...
     def before_state_dict(self) -> None: ...
     def before_load_state_dict(self) -> None: ...
 
@@ -269,7 +269,7 @@ class ModelHooks:
             # During a capture, other tensors temporarily replace the module's, so fall back on those from above.
             self._actions.ensure_gathered(self._managed_tensors(module) or tensors)
 
-        return {"forward_pre": gather, "gradient": self._actions.accumulate_gradient}
+        return {"forward_pre": gather, "gradient": self._actions.gradients.accumulate}
 
     def _hooks_of_unit(self, parameters: Sequence[Tensor]) -> dict[Any, Callable[..., Any]]:
         def before_forward(module: nn.Module, args: Any) -> None:
@@ -281,7 +281,7 @@ class ModelHooks:
         return {
             "forward_pre": before_forward,
             "backward_pre": before_backward,
-            "gradient": self._actions.accumulate_gradient,
+            "gradient": self._actions.gradients.accumulate,
         }
 
     def _choose_guards(self, name: str, module: nn.Module) -> dict[Any, Callable[..., Any]]:
@@ -313,7 +313,7 @@ class ModelHooks:
         def reduce(target: Any) -> None:
             for tensor in tensors:
                 if tensor.requires_grad:
-                    self._actions.gradient_arrived(tensor)
+                    self._actions.gradients.mark_arrived(tensor)
 
         always: tuple[Moment, ...] = ("warmup", "capture", "replay")
         moments: dict[str, tuple[Moment, ...]] = {"pre_forward": always, "post_backward": ("replay",)}

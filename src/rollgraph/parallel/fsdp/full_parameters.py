@@ -166,8 +166,8 @@ class Gathers(Protocol):
     def after_update(self, trained: Sequence[BucketSync], ahead: bool) -> bool:
         """The optimizer has written the shards. If `ahead`, prefetch; returns False if the caller has to gather now."""
 
-    def after_swap(self) -> None:
-        """The resident parameters of all ranks were swapped for other weights: shards have to be gathered again."""
+    def after_writing(self) -> None:
+        """The resident parameters of all ranks were written, or swapped for other weights."""
 
     def guards_of(self, module: nn.Module) -> list[Guard]:
         """Guards of a graph of this module, for `make_graphed_callables`: they check the contents of its slot."""
@@ -209,7 +209,7 @@ class RingGathers:
         self.wait = ring.wait
         self.ensure_gathered = ring.ensure_parameters_gathered
         self.raise_if_stale = ring.raise_if_stale
-        self.after_swap = ring.after_writing
+        self.after_writing = ring.after_writing
         self.abandon = ring.abandon
 
     @property
