@@ -246,9 +246,7 @@ class PackedArrays:
     targets: np.ndarray  # [tokens] int64
     sequence: np.ndarray  # [tokens] int64: the number of the token's sequence; padding has the last number
     cu_seqlens: np.ndarray  # [sequences + 1 + sequences of padding] int32; the last entry repeats
-    keys: (
-        np.ndarray
-    )  # [tokens + repeated keys] int64: which token each key belongs to, see `model.attention.PackedKeys`
+    keys: np.ndarray  # [tokens + repeated keys] int64: the token of each key, see `model.attention.PackedKeys`
     cu_keys: np.ndarray  # int32, the shape of cu_seqlens
     streams: np.ndarray  # [len(STREAMS), tokens] float32
     starts: list[int]  # for each sample, the entry that predicts its first token

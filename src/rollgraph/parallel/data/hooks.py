@@ -228,9 +228,8 @@ class ModelHooks:
             model.register_forward_pre_hook(before_forward, prepend=True),
         ]
         self._tree: ModuleTreeKey | None = None
-        if (
-            units
-        ):  # PyTorch warns of backward hooks where no input needs a gradient, as in a first layer; they run anyway
+        if units:
+            # PyTorch warns of backward hooks where no input needs a gradient, as in a first layer; they run anyway.
             warnings.filterwarnings("ignore", message="Full backward hook is firing", category=UserWarning)
         self.hooks.enable()
         self.cover_module_tree()
