@@ -38,8 +38,8 @@ from rollgraph.graph.state.undo_log import UndoLog, storage_keys, storage_of
 from rollgraph.graph.surface import InputHazards, Span, StaticTensors, Surface, static_copy
 
 # -- the steps of a capture ------------------------------------------------------------------------
-# Owns how a pass is recorded inside a transaction, which modules a recording depends on, which uses of an argument
-# rule out a static copy, and which outputs lie in the memory of a recording.
+# Owns how a pass is recorded inside a transaction, which modules a recording depends on, and which uses of an argument
+# rule out a static copy.
 
 Writes = list[list[tuple[int, Span]]]  # for each input, the storage and the span of each write
 
