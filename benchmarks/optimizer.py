@@ -65,7 +65,7 @@ def main() -> None:
     device = torch.device(name)
     model = nn.Sequential(nn.Linear(1024, 1024)).to(device, torch.bfloat16) if options.tiny else random_decoder()
     sharded = ShardedModel(model, World(0, 1, name))
-    for gradients in sharded.gradient_shards():
+    for gradients in sharded.gradients.shards():
         gradients.normal_()
     size = 2**20 if options.tiny else 2**30
     memory = measure_memory(device, size)

@@ -65,7 +65,7 @@ def step_time(world: World, overlap: bool, seconds_per_byte: float, options: arg
             dist.barrier(world.group)
         start = time.perf_counter()
         model(x).square().mean().backward()
-        sharded.finish_gradients()
+        sharded.gradients.finish()
         optimizer.step()
         if world.device.startswith("cuda"):
             torch.cuda.synchronize()

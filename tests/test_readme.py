@@ -21,7 +21,7 @@ PAGES = [
 ]
 NAMED_FILE = re.compile(r"`((?:src|examples|benchmarks|docs|tests)/[\w/.-]+)`")
 LINK = re.compile(r"\]\(([\w/.-]+)(#[\w-]+)?\)")
-# `policy/microbatch.py`, `pack_samples` and `collate`
+# `policy/microbatch.py`, `pack_samples` and `lay_out`
 NAMED_FUNCTION = re.compile(r"`([\w/]+\.py)`, `([\w.]+)`(?: (?:and|or) `([\w.]+)`)?")
 
 

@@ -46,7 +46,7 @@ def steps(world: World, model: nn.Module, sharded: ShardedModel, optimizer: Shar
     """All ranks train on the same batch, so the number of ranks makes no difference."""
     for _ in range(count):
         loss(model, microbatch(optimizer.steps, 0, 0)).backward()
-        sharded.finish_gradients()
+        sharded.gradients.finish()
         optimizer.step()
 
 

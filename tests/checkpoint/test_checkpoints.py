@@ -712,7 +712,7 @@ def train_until_killed(folder: Path, asynchronous: bool, kind: Kind) -> None:
     with (folder / "log").open("a") as log:
         while os.getppid() == parent:
             sharded.model(torch.full((1, 200), 1.0 + optimizer.steps)).square().mean().backward()
-            sharded.finish_gradients()
+            sharded.gradients.finish()
             optimizer.step()
             log.write(f"{optimizer.steps} {digest(sharded, optimizer)}\n")
             log.flush()

@@ -64,7 +64,7 @@ def simulated(rank: int, room: Room, bucket_bytes: int = 400) -> tuple[Net, Shar
 
 def one_step(model: Net, sharded: ShardedModel, optimizer: ShardedAdamW, number: int) -> None:
     loss(model, microbatch(number, sharded.world.rank, 0)).backward()
-    sharded.finish_gradients()
+    sharded.gradients.finish()
     optimizer.step()
 
 

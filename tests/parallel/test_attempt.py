@@ -106,7 +106,7 @@ def take_steps(sharded: ShardedModel, optimizer: ShardedAdamW, steps: range, los
         if step == 2:
             lose()
         loss.backward()
-        sharded.finish_gradients()
+        sharded.gradients.finish()
         optimizer.step()
         sharded.flat.zero_gradients()
     sharded.gather()

@@ -98,7 +98,7 @@ class Rank:
 
     def step(self, step: int) -> None:
         self.loss(step).backward()
-        self.sharded.finish_gradients()
+        self.sharded.gradients.finish()
         self.optimizer.step()
 
     def full_model(self) -> Any:
@@ -161,7 +161,7 @@ def test_frozen_tensors_have_no_gradients_and_no_state_in_checkpoints(tmp_path: 
         started = [entry.split() for entry in ring_of(mine.sharded).started]
         assert {bucket for kind, _, bucket in started if kind == "gather"} == {"0", "1"}
         assert {bucket for kind, _, bucket in started if kind == "reduce"} == {"0"}
-        mine.sharded.drop_gradients()
+        mine.sharded.gradients.drop()
         return pieces(mine.optimizer), values(mine.full_model())
 
     def go_on(mine: Rank) -> Any:
@@ -224,7 +224,7 @@ def test_a_module_without_parameters_does_not_read_another_layer() -> None:
                 pytest.raises(StaleWeights, match="slot 0 holds layer 4, not layer 2"),
             ):
                 mine.layers[2].scale(x)
-        (guard,) = mine.sharded.graph_guards(mine.layers[2].scale)
+        (guard,) = mine.sharded.gathers.guards_of(mine.layers[2].scale)
         assert "slot 0 holds layer 4, not layer 2" in str(guard())
 
     simulated(run)
@@ -291,12 +291,12 @@ def test_writes_to_the_full_model_reach_the_shards() -> None:
     def run(mine: Rank) -> None:
         full_model = mine.full_model()
         before = values(full_model)
-        mine.sharded.invalidate_full_parameters()  # something else used its memory
+        mine.sharded.gathers.invalidate_full_parameters()  # something else used its memory
         full_model[3].both.fill_(7.0)
         full_model[3].trained.fill_(7.0)
         with mine.sharded.writing_full_model(), torch.no_grad():
             full_model[2].weight.mul_(2)
-        assert mine.sharded.stale() is None
+        assert mine.sharded.gathers.stale() is None
         assert same(values(full_model), before)
         x = inputs(0, 0)
         expected = build()
@@ -306,7 +306,7 @@ def test_writes_to_the_full_model_reach_the_shards() -> None:
             assert torch.equal(full_model(x), expected(x))
         with pytest.raises(ArithmeticError):
             write_and_fail(mine.sharded, full_model[2].weight)
-        assert "do not hold" in str(mine.sharded.stale())
+        assert "do not hold" in str(mine.sharded.gathers.stale())
         mine.sharded.gather()
         with torch.no_grad():
             assert torch.equal(full_model(x), expected(x))

@@ -29,21 +29,21 @@ def test_gradients_are_averaged_over_tokens_and_clipped() -> None:
     sharded = ShardedModel(model, ALONE)
     ids = microbatch(0, 0, 0)
     (loss(model, ids) * ids.numel()).backward()
-    sharded.finish_gradients(tokens=torch.tensor(float(ids.numel())))
+    sharded.gradients.finish(tokens=torch.tensor(float(ids.numel())))
     trained = [p for p in twin.parameters() if p.requires_grad]
     loss(twin, ids).backward()
     expected = nn.utils.get_total_norm([p.grad for p in trained if p.grad is not None])
-    torch.testing.assert_close(sharded.clip_gradients(0.01), expected)
-    torch.testing.assert_close(sharded.gradient_norm(), torch.tensor(0.01), rtol=1e-3, atol=0)
+    torch.testing.assert_close(sharded.gradients.clip(0.01), expected)
+    torch.testing.assert_close(sharded.gradients.norm(), torch.tensor(0.01), rtol=1e-3, atol=0)
 
 
 def test_an_aborted_step_can_be_dropped() -> None:
     model = build()
     sharded = ShardedModel(model, ALONE)
     loss(model, microbatch(0, 0, 0)).backward()
-    sharded.drop_gradients()
+    sharded.gradients.drop()
     loss(model, microbatch(0, 0, 0)).backward()
-    sharded.finish_gradients()
+    sharded.gradients.finish()
     twin = build()
     loss(twin, microbatch(0, 0, 0)).backward()
     gradient = sharded.flat.grad_buffers[model.head.weight]
@@ -62,7 +62,7 @@ def train_unevenly(world: World) -> Any:
             hidden = layer(x)
             x = x if number == 1 and world.rank == 1 else hidden
         model.head(model.frozen(x)).square().mean().backward()
-        sharded.finish_gradients()
+        sharded.gradients.finish()
         optimizer.step()
     sharded.gather()
     return [p.detach().clone() for p in model.parameters()]
@@ -82,9 +82,9 @@ def clip_by_tokens(world: World) -> tuple[Tensor, Tensor]:
     sharded = ShardedModel(model, world, bucket_bytes=400)
     ids = microbatch(0, world.rank, 0)[: world.rank + 1]
     (loss(model, ids) * ids.numel()).backward()
-    sharded.finish_gradients(tokens=torch.tensor(float(ids.numel())))
-    norm = sharded.clip_gradients(0.01)
-    return norm, sharded.gradient_norm()
+    sharded.gradients.finish(tokens=torch.tensor(float(ids.numel())))
+    norm = sharded.gradients.clip(0.01)
+    return norm, sharded.gradients.norm()
 
 
 @pytest.mark.multi
@@ -109,7 +109,7 @@ def test_a_parameter_that_requires_grad_later_is_refused(how: str) -> None:
         model.frozen.requires_grad_(True)
     loss(model, microbatch(0, 0, 0)).backward()
     with pytest.raises(RuntimeError, match=r"(adapter|frozen).weight, .* requires grad but did not"):
-        sharded.finish_gradients()
+        sharded.gradients.finish()
 
 
 def test_zeroing_gradients_waits_for_the_reductions() -> None:
@@ -117,8 +117,8 @@ def test_zeroing_gradients_waits_for_the_reductions() -> None:
         model, sharded, _ = simulated(rank, room)
         loss(model, microbatch(0, rank, 0)).backward()
         sharded.flat.zero_gradients()
-        sharded.finish_gradients()
-        return sharded.gradient_norm()
+        sharded.gradients.finish()
+        return sharded.gradients.norm()
 
     assert run_ranks(3, work) == [0, 0, 0]
 
@@ -127,17 +127,17 @@ def test_a_step_needs_finished_gradients_and_uses_them_once() -> None:
     model = build()
     sharded = ShardedModel(model, ALONE)
     optimizer, before = ShardedAdamW(sharded, RATE), values(model)
-    with sharded.no_sync():
+    with sharded.gradients.no_sync():
         loss(model, microbatch(0, 0, 0)).backward()
-    with pytest.raises(RuntimeError, match=r"finish_gradients\(\) first"):
+    with pytest.raises(RuntimeError, match=r"gradients.finish\(\) first"):
         optimizer.step()
-    sharded.finish_gradients()
+    sharded.gradients.finish()
     with pytest.raises(RuntimeError, match="are finished"):
-        sharded.finish_gradients()
+        sharded.gradients.finish()
     assert same(values(model), before)
     optimizer.step()
     assert not same(values(model), before)
     with sharded.hooks.paused():
         loss(model, microbatch(1, 0, 0)).backward()  # stays in param.grad, because no hook moved it
-    with pytest.raises(RuntimeError, match=r"finish_gradients\(\) first"):
+    with pytest.raises(RuntimeError, match=r"gradients.finish\(\) first"):
         optimizer.step()

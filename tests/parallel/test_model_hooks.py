@@ -52,7 +52,7 @@ def test_a_parameter_is_trained_whichever_module_holds_it(change: Any, covers: s
         with sharded.paused(gather=True):
             pass
     loss(model, microbatch(0, 0, 0)).backward()
-    sharded.finish_gradients()
+    sharded.gradients.finish()
     expected = plain_gradient(change)
     assert "head.weight" in expected or "embedding.weight" in expected
     for name, parameter in model.named_parameters():

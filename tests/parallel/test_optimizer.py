@@ -22,17 +22,17 @@ def test_a_non_finite_gradient_skips_the_step() -> None:
     before = copy.deepcopy(dict(model.named_parameters()))
     loss(model, microbatch(0, 0, 0)).backward()
     next(iter(sharded.flat.grad_buffers.values())).fill_(float("nan"))
-    sharded.finish_gradients()
+    sharded.gradients.finish()
     optimizer.step()
     assert optimizer.skipped == 1
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
     loss(model, microbatch(0, 0, 0)).backward()
-    sharded.finish_gradients()
+    sharded.gradients.finish()
     optimizer.step(loss=torch.tensor(float("inf")))
     assert optimizer.skipped == 2
     assert torch.equal(model.head.weight, before["embedding.weight"])
     loss(model, microbatch(0, 0, 0)).backward()
-    sharded.finish_gradients()
+    sharded.gradients.finish()
     optimizer.step(loss=torch.tensor(1.0))
     assert optimizer.skipped == 2
     assert not torch.equal(model.head.weight, before["embedding.weight"])
@@ -62,7 +62,7 @@ def test_a_captured_update_follows_the_rate_and_the_step_count() -> None:
             optimizer.update = capture(optimizer.update)  # type: ignore[method-assign]
         for step in range(4):
             loss(model, microbatch(step, 0, 0)).backward()
-            sharded.finish_gradients()
+            sharded.gradients.finish()
             optimizer.step()
         return [p.detach().clone() for p in model.parameters()]
 
@@ -90,7 +90,7 @@ def test_bf16_parameters_have_fp32_masters() -> None:
     )
     for _ in range(20):
         sharded.flat.grad_buffers[model.weight].fill_(1.0)
-        sharded.finish_gradients()
+        sharded.gradients.finish()
         optimizer.step()
         twin.weight.grad, twin.bias.grad = torch.ones(8, 8), torch.zeros(8)
         reference.step()

@@ -36,9 +36,9 @@ def train(training: Training, steps: int) -> None:
     sharded, optimizer = training
     generator = torch.Generator("cuda").manual_seed(optimizer.steps)
     for _ in range(steps):
-        for gradients in sharded.gradient_shards():
+        for gradients in sharded.gradients.shards():
             gradients.normal_(generator=generator)
-        sharded.finish_gradients()
+        sharded.gradients.finish()
         optimizer.step()
 
 
@@ -120,12 +120,12 @@ def test_a_checkpoint_of_state_on_the_host_resumes_exactly(state: StateFormat, t
 
 def test_the_norm_of_a_large_bucket_needs_little_memory() -> None:
     sharded, _ = make("fp32", "none", layers=2)
-    (gradients,) = sharded.gradient_shards()[:1]
+    (gradients,) = sharded.gradients.shards()[:1]
     gradients.normal_()
-    expected = torch.linalg.vector_norm(torch.cat(sharded.gradient_shards()).double())
+    expected = torch.linalg.vector_norm(torch.cat(sharded.gradients.shards()).double())
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    norm = sharded.gradient_norm()
+    norm = sharded.gradients.norm()
     assert torch.cuda.max_memory_allocated() - before <= 8 * CHUNK + 2**20
     torch.testing.assert_close(norm.double(), expected, rtol=1e-6, atol=0)

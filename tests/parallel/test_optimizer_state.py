@@ -74,7 +74,7 @@ def train(training: Training, steps: int) -> None:
     sharded, optimizer = training
     for _ in range(steps):
         set_gradients(sharded, optimizer.steps)
-        sharded.finish_gradients()
+        sharded.gradients.finish()
         optimizer.step()
 
 
@@ -109,7 +109,7 @@ def test_fp32_state_has_the_bits_of_adamw() -> None:
         set_gradients(training[0], step)
         for parameter, sharded_parameter in zip(twin.parameters(), training[0].model.parameters(), strict=True):
             parameter.grad = training[0].flat.grad_buffers[sharded_parameter].clone()
-        training[0].finish_gradients()
+        training[0].gradients.finish()
         training[1].step()
         reference.step()
     assert all(torch.equal(p, q) for p, q in zip(twin.parameters(), training[0].model.parameters(), strict=True))
@@ -137,7 +137,7 @@ def test_a_skipped_step_changes_nothing(state: StateFormat, offload: Offload) ->
         before = everything(training)
         set_gradients(sharded, 9)
         next(iter(sharded.flat.grad_buffers.values())).flatten()[0] = float("nan")
-        sharded.finish_gradients()
+        sharded.gradients.finish()
         optimizer.step()
         after = everything(training)
         assert not torch.equal(before.pop("skipped"), after.pop("skipped"))

@@ -19,7 +19,7 @@ from rollgraph.parallel.data.bucket_plan import plan_buckets, plan_memory, specs
 from rollgraph.parallel.data.gathers import StaleWeights
 from rollgraph.parallel.data.sharded_model import ShardedModel
 from rollgraph.parallel.data.together import StepAborted
-from rollgraph.parallel.fsdp.full_parameters import ShardedParameters
+from rollgraph.parallel.fsdp.full_parameters import RingGathers
 from rollgraph.parallel.fsdp.layout import names_in, plan_ring, plan_units
 from rollgraph.parallel.fsdp.ring import Ring
 from rollgraph.parallel.optim.adamw import ShardedAdamW
@@ -33,8 +33,8 @@ LAYERS = 5
 
 
 def ring_of(sharded: ShardedModel) -> Ring:
-    assert isinstance(sharded._parameters, ShardedParameters)
-    return sharded._parameters.ring
+    assert isinstance(sharded.gathers, RingGathers)
+    return sharded.gathers.ring
 
 
 class Deep(nn.Module):
@@ -90,7 +90,7 @@ class Rank:
                 pool=self.pool,
                 backend=backend,
                 hooks=self.hooks,
-                guards=[self.sharded.graph_guards(layer) for layer in self.layers],
+                guards=[self.sharded.gathers.guards_of(layer) for layer in self.layers],
                 grad_buffers=self.sharded.flat.grad_buffers,
             )
 
@@ -104,7 +104,7 @@ class Rank:
     def step(self, step: int, accumulation: int = 1) -> None:
         for number in range(accumulation):
             self.loss(step, number).backward()
-        self.sharded.finish_gradients()
+        self.sharded.gradients.finish()
         self.optimizer.step()
 
     def values(self) -> dict[str, Tensor]:
@@ -223,7 +223,7 @@ def find_refusals(mine: Rank) -> list[str]:
         reasons.append(reason(partial(total.backward, retain_graph=True)))
     total.backward()
     assert x.grad is not None
-    mine.sharded.drop_gradients()
+    mine.sharded.gradients.drop()
     return reasons
 
 
@@ -258,7 +258,7 @@ def test_each_layer_is_gathered_ahead_and_only_if_it_left_its_slot(slots: int, a
     def run(mine: Rank) -> str:
         mine.loss(0).backward()
         started = [entry.split() for entry in ring_of(mine.sharded).started]
-        mine.sharded.drop_gradients()
+        mine.sharded.gradients.drop()
         return " ".join(f"{kind[0]}{unit}" for kind, unit, bucket in started)
 
     assert simulated(run, slots=slots, overlap_gather=ahead) == [order, order]
@@ -278,7 +278,7 @@ def test_a_backward_without_a_second_gather_is_refused() -> None:
                 after_layer_2 = hidden
         with mine.sharded.paused(gather=False), pytest.raises(StaleWeights) as refused:
             after_layer_2.sum().backward()
-        mine.sharded.drop_gradients()
+        mine.sharded.gradients.drop()
         return str(refused.value)
 
     for reason in simulated(run):
@@ -291,7 +291,7 @@ def test_a_backward_across_an_optimizer_step_raises() -> None:
         mine.step(0)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             early.backward()
-        mine.sharded.drop_gradients()
+        mine.sharded.gradients.drop()
 
     simulated(run)
 
@@ -316,8 +316,8 @@ def test_gradients_computed_during_a_pause_are_refused() -> None:
                 mine.layers[4](torch.ones(2, 5, 8)).sum().backward()
             mine.model.head(torch.ones(2, 8)).sum().backward()
         with pytest.raises(RuntimeError, match="outside of layers was computed while hooks were paused"):
-            mine.sharded.finish_gradients()
-        mine.sharded.drop_gradients()
+            mine.sharded.gradients.finish()
+        mine.sharded.gradients.drop()
         mine.step(0)
 
     simulated(run)
@@ -347,7 +347,7 @@ def test_a_write_to_a_layer_in_its_slot_is_not_lost_silently() -> None:
             full_model = mine.sharded.make_full_model()
             assert torch.equal(output, loss(full_model, microbatch(0, mine.rank, 0)))
         mine.loss(1).backward()
-        mine.sharded.finish_gradients()
+        mine.sharded.gradients.finish()
         with torch.no_grad():
             mine.layers[0][0].weight.mul_(2)
         with pytest.raises(RuntimeError, match="a parameter of layer 0 was written"):
@@ -384,11 +384,11 @@ def test_an_aborted_step_leaves_nothing_for_the_next_one(moment: str, failing_ra
             value.backward()
             if failing and moment == "end":
                 fail()
-            mine.sharded.finish_gradients()
+            mine.sharded.gradients.finish()
             raised = ""
         except (ArithmeticError, StepAborted) as error:
             raised = type(error).__name__
-            mine.sharded.drop_gradients()
+            mine.sharded.gradients.drop()
         if handle is not None:
             handle.remove()
         mine.step(1)
@@ -451,19 +451,19 @@ def test_a_full_model_is_stale_after_a_step_until_the_next_gather() -> None:
     def run(mine: Rank) -> None:
         full_model = mine.sharded.make_full_model()
         ids = microbatch(0, 0, 0)
-        reasons = [mine.sharded.stale()]
+        reasons = [mine.sharded.gathers.stale()]
         mine.sharded.gather()
-        reasons.append(mine.sharded.stale())
+        reasons.append(mine.sharded.gathers.stale())
         with torch.no_grad():
             assert torch.equal(full_model(ids), mine.model(ids))
         addresses = [parameter.data_ptr() for parameter in full_model.parameters()]
         mine.step(0)
-        reasons.append(mine.sharded.stale())
+        reasons.append(mine.sharded.gathers.stale())
         mine.sharded.gather()
         with torch.no_grad():
             assert torch.equal(full_model(ids), mine.model(ids))
-        mine.sharded.invalidate_full_parameters()
-        reasons.append(mine.sharded.stale())
+        mine.sharded.gathers.invalidate_full_parameters()
+        reasons.append(mine.sharded.gathers.stale())
         assert [parameter.data_ptr() for parameter in full_model.parameters()] == addresses
         assert "the full parameters do not hold layer 0" in str(reasons[0])
         assert reasons[1] is None
@@ -503,7 +503,7 @@ def test_checkpoints_load_in_every_layout_with_any_number_of_ranks(tmp_path: Pat
 
     def go_on(mine: Rank, source: str, target: str) -> tuple[Any, Any]:
         mine.loss(5).backward()
-        mine.sharded.drop_gradients()
+        mine.sharded.gradients.drop()
         load(tmp_path / source, mine.sharded, mine.optimizer)
         save(tmp_path / target, mine.sharded, mine.optimizer)
         return mine.values(), pieces(mine.optimizer)
@@ -568,8 +568,8 @@ def test_one_rank_has_nothing_to_shard() -> None:
     model = build()
     sharded = ShardedModel(model, World(0, 1, "cpu"), shard="parameters", units=list(model.layers))
     assert sharded.make_full_model() is model
-    assert sharded.graph_guards(model.layers[0]) == []
-    assert sharded.stale() is None
+    assert sharded.gathers.guards_of(model.layers[0]) == []
+    assert sharded.gathers.stale() is None
 
 
 def test_layers_that_cannot_be_sharded_are_refused() -> None:

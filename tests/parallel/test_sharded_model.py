@@ -76,11 +76,11 @@ def train(world: World, case: Case) -> dict[str, Tensor]:
         for number in range(case.accumulation):
             ids = microbatch(step, world.rank, number)
             if number < case.accumulation - 1:
-                with sharded.no_sync():
+                with sharded.gradients.no_sync():
                     loss(model, ids).backward()
             else:
                 loss(model, ids).backward()
-        sharded.finish_gradients()
+        sharded.gradients.finish()
         optimizer.step()
     sharded.gather()
     sharded.flat.check()
@@ -152,11 +152,11 @@ def train_and_generate(world: World, steps: int, phases: bool) -> tuple[dict[str
     ids = microbatch(0, 0, 0)
     sharded.gather()
     with torch.no_grad(), sharded.paused(gather=True):
-        generate = capture(lambda ids: model(ids), (ids,), pool=pool, guards=[sharded.stale])
+        generate = capture(lambda ids: model(ids), (ids,), pool=pool, guards=[sharded.gathers.stale])
     captures = pool.report().captures
     for step in range(steps):
         loss(model, microbatch(step, world.rank, 0)).backward()
-        sharded.finish_gradients()
+        sharded.gradients.finish()
         optimizer.step()
         if not phases:
             continue
@@ -201,9 +201,9 @@ def stale_reads(world: World) -> list[str]:
     sharded = ShardedModel(model, world, bucket_bytes=400)
     optimizer, ids, messages = ShardedAdamW(sharded, RATE), microbatch(0, 0, 0), []
     with torch.no_grad(), sharded.paused(gather=True):
-        graph = capture(lambda ids: model(ids), (ids,), guards=[sharded.stale])
+        graph = capture(lambda ids: model(ids), (ids,), guards=[sharded.gathers.stale])
     loss(model, ids).backward()
-    sharded.finish_gradients()
+    sharded.gradients.finish()
     optimizer.step()
     reads = (lambda: model(ids), lambda: graph(ids), lambda: sharded.require_full_parameters("raise"), model.state_dict)
     with sharded.paused(gather=False), torch.no_grad():
@@ -265,7 +265,7 @@ def lose_rank_1(world: World, how: str) -> str:
         started = time.monotonic()
         try:
             loss(model, microbatch(step, world.rank, 0)).backward()
-            sharded.finish_gradients()
+            sharded.gradients.finish()
             optimizer.step()
         except CommunicationError as error:
             return f"{time.monotonic() - started:.1f}|{error}"
@@ -341,7 +341,7 @@ def test_a_parameter_that_left_its_memory_is_named_before_anything_changes(how: 
     before = [bucket.parameters.clone() for bucket in sharded.flat.buckets]
     MOVES[how](model)
     calls = (
-        sharded.finish_gradients,
+        sharded.gradients.finish,
         optimizer.step,
         optimizer.read_shards,
         sharded.flat.snapshot,

@@ -48,10 +48,10 @@ def train(sharded: ShardedModel, optimizer: ShardedAdamW, step: int, fails_at: i
     """One step, written as in a program that survives a failed step."""
     try:
         sharded.model(batch(step, sharded.world.rank), fails_at=fails_at).square().sum().backward()
-        sharded.finish_gradients()
+        sharded.gradients.finish()
         optimizer.step()
     except BaseException:
-        sharded.drop_gradients()
+        sharded.gradients.drop()
         raise
 
 
@@ -106,7 +106,7 @@ def test_all_ranks_abort_a_step_that_one_rank_aborts(fails_at: int) -> None:
 
 
 class End:
-    """The end of a step: a rank has reached it once it waits in `finish_gradients()`, or has left that."""
+    """The end of a step: a rank has reached it once it waits in `gradients.finish()`, or has left that."""
 
     def __init__(self) -> None:
         self._reached = [threading.Event() for _ in range(RANKS)]
@@ -116,7 +116,7 @@ class End:
 
     def finish(self, sharded: ShardedModel) -> None:
         try:
-            sharded.finish_gradients()
+            sharded.gradients.finish()
         finally:
             self._reached[sharded.rank].set()
 
@@ -127,9 +127,9 @@ class End:
 
 def take_step(sharded: ShardedModel) -> list[Tensor]:
     train(sharded, ShardedAdamW(sharded, 0.1), 0)
-    reader = sharded.make_full_model()
+    full_model = sharded.make_full_model()
     sharded.gather()
-    return [p.detach().clone() for p in reader.parameters()]
+    return [p.detach().clone() for p in full_model.parameters()]
 
 
 @pytest.mark.parametrize("shard", ["optimizer", "parameters"])
@@ -149,7 +149,7 @@ def test_a_rank_that_fails_after_its_last_reduction_aborts_the_step(shard: Shard
             end.finish(sharded)
         except (ValueError, StepAborted) as error:
             text = str(error)
-            sharded.drop_gradients()
+            sharded.gradients.drop()
         assert text.startswith("an unreadable" if rank == 1 else "rank 1 aborted the step (ValueError: an unreadable")
         return take_step(sharded), collectives.liveness.operations
 
@@ -219,12 +219,12 @@ def test_a_step_is_dropped_while_an_earlier_failure_is_handled(shard: Shard) -> 
         except (ValueError, StepAborted):
             sharded.model(batch(1, rank)).square().sum().backward()
             if rank == 0:
-                sharded.drop_gradients()
+                sharded.gradients.drop()
                 sharded.gather()
                 return "dropped"
             with pytest.raises(StepAborted, match="rank 0 aborted the step"):
-                sharded.finish_gradients()
-            sharded.drop_gradients()
+                sharded.gradients.finish()
+            sharded.gradients.drop()
             sharded.gather()
         return "followed"
 
@@ -247,14 +247,14 @@ def test_all_ranks_drop_the_gradients_of_an_aborted_step(shard: Shard) -> None:
                 if step == 1 and rank == 1:
                     hook = sharded.model.get_parameter("layers.0.weight").register_hook(fail)
                 loss.backward()
-                sharded.finish_gradients()
+                sharded.gradients.finish()
                 optimizer.step()
                 outcomes.append("taken")
             except ValueError:
                 hook.remove()
-                sharded.drop_gradients()
+                sharded.gradients.drop()
                 outcomes.append("failed")
-            except StepAborted:  # finish_gradients() has dropped them already
+            except StepAborted:  # gradients.finish() has dropped them already
                 outcomes.append("aborted")
         return outcomes
 
@@ -265,9 +265,9 @@ def test_all_ranks_drop_the_gradients_of_an_aborted_step(shard: Shard) -> None:
 def lend_and_take_back(sharded: ShardedModel) -> None:
     """Do what a worker does to generate between two steps: the cache overwrites the gradients."""
     with sharded.paused(gather=True):  # ends an aborted step on all ranks
-        sharded.lend_gradients()
+        sharded.gradients.lend()
         sharded.flat.gradient_memory.fill_(torch.nan)
-    sharded.take_back_gradients()
+    sharded.gradients.take_back()
 
 
 @pytest.mark.parametrize("fails_at", [0, 3])
@@ -283,7 +283,7 @@ def test_the_memory_of_gradients_can_be_lent_after_an_aborted_step(fails_at: int
                 with pytest.raises((ValueError, StepAborted)):
                     train(sharded, optimizer, step, fails_at if rank == 1 else None)
                 with pytest.raises(RuntimeError, match="would be overwritten"):  # others may still reduce them
-                    sharded.lend_gradients()
+                    sharded.gradients.lend()
         lend_and_take_back(sharded)
         return [p.detach().clone() for p in sharded.model.parameters()]
 
@@ -297,24 +297,24 @@ def test_gradients_that_are_still_needed_are_not_lent() -> None:
     sharded = ShardedModel(Stack(), World(0, 1, "cpu"))
     optimizer = ShardedAdamW(sharded, 0.1)
     refused = pytest.raises(RuntimeError, match="would be overwritten")
-    with sharded.no_sync():
+    with sharded.gradients.no_sync():
         sharded.model(batch(0, 0)).sum().backward()
     with refused:
-        sharded.lend_gradients()
+        sharded.gradients.lend()
     sharded.model(batch(1, 0)).sum().backward()
-    sharded.finish_gradients()
-    gradients = [shard.clone() for shard in sharded.gradient_shards()]
+    sharded.gradients.finish()
+    gradients = [shard.clone() for shard in sharded.gradients.shards()]
     with refused:
-        sharded.lend_gradients()
-    assert all(torch.equal(one, other) for one, other in zip(gradients, sharded.gradient_shards(), strict=True))
+        sharded.gradients.lend()
+    assert all(torch.equal(one, other) for one, other in zip(gradients, sharded.gradients.shards(), strict=True))
     optimizer.step()
-    sharded.lend_gradients()
+    sharded.gradients.lend()
     sharded.flat.gradient_memory.fill_(5)
-    sharded.drop_gradients()  # there is no step to drop
+    sharded.gradients.drop()  # there is no step to drop
     assert (sharded.flat.gradient_memory == 5).all()
-    sharded.take_back_gradients()
+    sharded.gradients.take_back()
     sharded.flat.gradient_memory[0] = 7
-    sharded.take_back_gradients()  # it was taken back already: nothing is zeroed
+    sharded.gradients.take_back()  # it was taken back already: nothing is zeroed
     assert sharded.flat.gradient_memory[0] == 7
 
 
@@ -340,18 +340,18 @@ def test_a_rank_that_aborts_alone_joins_no_collective_of_the_next_step() -> None
     def work(rank: int, room: Room) -> str:
         sharded = simulated(rank, room)
         sharded.model(batch(0, rank)).sum().backward()
-        sharded.finish_gradients()
+        sharded.gradients.finish()
         if rank != 1:
             return ""
         hasten_timeout(sharded)
-        sharded.drop_gradients()
+        sharded.gradients.drop()
         with pytest.raises(CommunicationError) as caught:
-            sharded.gradient_norm()
+            sharded.gradients.norm()
         sharded.close()  # waits for no one
         return str(caught.value)
 
     text = run_ranks(RANKS, work)[1]
-    assert text.startswith("rank 1 aborted a step by drop_gradients(), and rank 0, rank 2 did not within 60 s"), text
+    assert text.startswith("rank 1 aborted a step by gradients.drop(), and rank 0, rank 2 did not within 60 s"), text
 
 
 def test_a_rank_that_fails_before_an_exchange_does_not_join_it() -> None:
@@ -365,14 +365,14 @@ def test_a_rank_that_fails_before_an_exchange_does_not_join_it() -> None:
                 sharded.collectives.all_gather_text("how many microbatches are there?")
             return ""
         hasten_timeout(sharded)
-        sharded.drop_gradients()
+        sharded.gradients.drop()
         with pytest.raises(CommunicationError) as caught:
             sharded.model(batch(0, rank))
         room.fail(caught.value)
         return str(caught.value)
 
     text = run_ranks(RANKS, work)[1]
-    assert "rank 0, rank 2 neither started its reductions nor called drop_gradients() within 60 s" in text, text
+    assert "rank 0, rank 2 neither started its reductions nor called gradients.drop() within 60 s" in text, text
 
 
 def test_a_failed_reduction_cannot_be_ignored() -> None:
@@ -382,13 +382,13 @@ def test_a_failed_reduction_cannot_be_ignored() -> None:
         assert isinstance(sharded.collectives, RoomCollectives)
         sharded.collectives.fail_at("wait", 3)
         with pytest.raises(CommunicationError, match="made to fail"):
-            sharded.finish_gradients()
-        with pytest.raises(CommunicationError, match=r"failed earlier: call drop_gradients\(\) first"):
-            sharded.finish_gradients()
-        sharded.drop_gradients()
+            sharded.gradients.finish()
+        with pytest.raises(CommunicationError, match=r"failed earlier: call gradients.drop\(\) first"):
+            sharded.gradients.finish()
+        sharded.gradients.drop()
         sharded.model(batch(0, rank)).sum().backward()
-        sharded.finish_gradients()
-        return sharded.gradient_norm()
+        sharded.gradients.finish()
+        return sharded.gradients.norm()
 
     assert all(norm > 0 for norm in run_ranks(RANKS, work))
 
@@ -405,7 +405,7 @@ def test_ranks_that_run_different_modules_start_the_same_collectives() -> None:
             for layer in layers:
                 x = layer(x).tanh()
             x.square().sum().backward()
-            sharded.finish_gradients()
+            sharded.gradients.finish()
             optimizer.step()
         sharded.gather()
         return [p.detach().clone() for p in sharded.model.parameters()]

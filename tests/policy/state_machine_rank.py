@@ -7,6 +7,7 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ class Rank:
         )
         self.optimizer = ShardedAdamW(self.sharded, RATE, weight_decay=DECAY)
         self.weights = WeightSlots(self.sharded, verify=choose.random() < 0.2)
-        self.phases = Phases(self.sharded)
+        self.phases = Phases(partial(self.sharded.paused, gather=True), self.sharded.gradients.drop)
         self.contexts: list[AbstractContextManager[None]] = []
         self.snapshot: Any = None
         self.uneven = False  # whether ranks have completed different gathers
@@ -87,7 +88,7 @@ class Rank:
 
     def break_collective(self, failure: tuple[Any, int]) -> None:
         """Make the same collective fail on all ranks, which therefore must be at the same point."""
-        self.sharded._gradients.join_abort()
+        self.sharded.gradients.join_abort()
         if self.uneven:
             self.sharded.gather()
             self.uneven = False
@@ -128,7 +129,7 @@ class Rank:
             assert torch.equal(parameter, value), f"{name} differs by {(parameter - value).abs().max()}"
 
     def stale(self) -> bool:
-        return any(self.sharded._parameters.managed[p].stale for p in self.model.parameters())
+        return any(self.sharded.gathers.managed[p].stale for p in self.model.parameters())
 
     def do_forward(self, number: int, active: bool) -> None:
         refused = not active and self.stale()
@@ -146,20 +147,20 @@ class Rank:
         loss_of(self.model(self.input(number))).backward()
 
     def do_finish(self, failure: Any) -> None:
-        self.call_with_failure(self.sharded.finish_gradients, failure)
+        self.call_with_failure(self.sharded.gradients.finish, failure)
 
     def do_finish_twice(self) -> None:
         with pytest.raises(RuntimeError, match="are finished"):
-            self.sharded.finish_gradients()
+            self.sharded.gradients.finish()
 
     def do_finish_and_drop(self, failure: Any) -> None:
         self.break_collective(failure)
         try:
-            self.sharded.finish_gradients()
+            self.sharded.gradients.finish()
         except CommunicationError:
             self.done["a collective that failed"] += 1
         self.collectives.fail_no_more()
-        self.sharded.drop_gradients()
+        self.sharded.gradients.drop()
 
     def do_step(self, failure: Any) -> None:
         before = self.optimizer.steps
@@ -172,7 +173,7 @@ class Rank:
         assert self.optimizer.steps == before + 1
 
     def do_refused_step(self) -> None:
-        with pytest.raises(RuntimeError, match=r"finish_gradients\(\) first|the weights in the model are"):
+        with pytest.raises(RuntimeError, match=r"gradients.finish\(\) first|the weights in the model are"):
             self.optimizer.step()
 
     def do_late(self, number: int) -> None:
@@ -182,10 +183,10 @@ class Rank:
             if "no_sync()" not in str(error):
                 raise
             self.done["a gradient that came late"] += 1
-        self.sharded.drop_gradients()
+        self.sharded.gradients.drop()
 
     def do_drop(self) -> None:
-        self.sharded.drop_gradients()
+        self.sharded.gradients.drop()
 
     def do_zero(self) -> None:
         self.sharded.flat.zero_gradients()
@@ -201,14 +202,14 @@ class Rank:
     def do_failing_pass(self, where: str, number: int) -> None:
         with pytest.raises((Injected, StaleWeights, RuntimeError), match=r"in a |gather|no_sync"):
             loss_of(self.model(self.input(number), fail=where)).backward()
-        self.sharded.drop_gradients()
+        self.sharded.gradients.drop()
 
     def do_failing_rank(self, where: str, rank: int, number: int) -> None:
         self.uneven = True
         if rank != self.rank:
             loss_of(self.model(self.input(number))).backward()
             with pytest.raises(StepAborted, match=rf"rank {rank} aborted the step \(Injected"):
-                self.sharded.finish_gradients()
+                self.sharded.gradients.finish()
             return
         try:
             if where == "before":
@@ -216,7 +217,7 @@ class Rank:
                 raise Injected("before anything")
             loss_of(self.model(self.input(number), fail=where)).backward()
         except Injected:
-            self.sharded.drop_gradients()
+            self.sharded.gradients.drop()
 
     # Weights
 
@@ -231,7 +232,7 @@ class Rank:
             self.optimizer.read_shards()
 
     def do_snapshot(self) -> None:
-        if self.sharded.stale() is not None:
+        if self.sharded.gathers.stale() is not None:
             with pytest.raises(StaleWeights):
                 self.sharded.flat.snapshot()
             self.sharded.gather()
@@ -258,7 +259,7 @@ class Rank:
 
     def context(self, kind: str, argument: Any) -> AbstractContextManager[None]:
         if kind == "no_sync":
-            return self.sharded.no_sync()
+            return self.sharded.gradients.no_sync()
         if kind == "paused":
             return self.sharded.paused(gather=argument)
         if kind == "hooks_paused":
@@ -310,7 +311,7 @@ class Rank:
     def do_stranger(self) -> None:
         self.tree.put("stranger", Block())
         with pytest.raises(RuntimeError, match=r"stranger.weight, .* requires grad but did not"):
-            self.sharded.finish_gradients()
+            self.sharded.gradients.finish()
         del self.model.blocks["stranger"]
 
     def do_moved(self, way: str, number: int, how: str) -> None:
@@ -319,7 +320,7 @@ class Rank:
         parameter.data = storage.clone() if how == "data" else storage.double()
         weights = dict(zip(self.tree.names, random_weights(number, self.tree.all), strict=True))
         ways = {
-            "finish": self.sharded.finish_gradients,
+            "finish": self.sharded.gradients.finish,
             "save": lambda: self.weights.save("moved"),
             "load": lambda: self.sharded.flat.load(weights),
         }

@@ -81,10 +81,10 @@ def test_logit_rows_have_the_same_bits_in_all_phases(name: str, dtype: torch.dty
         requests.append((prompt, key))
     for step in range(2):
         samples = check_agreement(worker, requests, f"step {step}")
-        ((indices, bucket),) = worker._train_graphs.plan(samples)
+        ((indices, bucket),) = worker.limits.plan(samples, worker.limits.buckets)
         assert bucket == (512, 256)
         ordered = [samples[index] for index in indices]
-        half, whole = (worker._train_graphs.collate(ordered, TokenBucket(512, logits)) for logits in (256, 512))
+        half, whole = (worker.limits.collate(ordered, TokenBucket(512, logits)) for logits in (256, 512))
         with worker.phases.enter("score"):
             scored = worker._train_graphs.score(half).clone()
             expected = worker._train_graphs.score(whole).clone()
@@ -120,12 +120,12 @@ def test_gradients_equal_those_of_all_logits(name: str, whole_logits: bool) -> N
     weights = torch.zeros(2, 512, dtype=torch.float64)
     results = []
     for bucket in graphs.buckets:
-        arrays = graphs.collate(samples, bucket)
+        arrays = limits.collate(samples, bucket)
         if not results:
             entries = entries_of(samples, arrays)
             weights[:, entries] = torch.randn(2, len(entries), dtype=torch.float64, generator=generator)
         logprobs, entropy = graphs._logprobs(
-            model, graphs._upload(arrays), needs_entropy=True, whole_logits=whole_logits
+            model, arrays.to(torch.device("cpu")), needs_entropy=True, whole_logits=whole_logits
         )
         assert entropy is not None
         values = torch.stack((logprobs, entropy))
@@ -210,7 +210,7 @@ def worker() -> Iterator[PolicyWorker]:
 
 def test_half_of_the_logits_are_used_if_they_are_enough(worker: PolicyWorker) -> None:
     def planned(*completions: int) -> list[TokenBucket]:
-        return [bucket for _, bucket in worker._train_graphs.plan(long_samples(*completions))]
+        return [bucket for _, bucket in worker.limits.plan(long_samples(*completions), worker.limits.buckets)]
 
     assert planned(12, 12, 12, 12) == [HALF]  # 48 of 88 tokens
     assert planned(12, 12, 12, 13) == [WHOLE]
@@ -250,18 +250,18 @@ def test_scoring_with_entropies_uses_all_logits(worker: PolicyWorker) -> None:
 
 def test_samples_without_tokens_have_nothing_to_score_or_learn(worker: PolicyWorker) -> None:
     empty = [replace(one, prompt=[1, 2, 3] * 10 + [index]) for index, one in enumerate(long_samples(0, 0, 0))]
-    assert [bucket for _, bucket in worker._train_graphs.plan(empty)] == [HALF]
+    assert [bucket for _, bucket in worker.limits.plan(empty, worker.limits.buckets)] == [HALF]
     assert worker.logprobs(empty) == [[], [], []]
     with worker.phases.enter("train"):
-        worker._train_graphs.train("policy", worker._train_graphs.collate(empty, HALF), last=True)
-        shards = worker.sharded.gradient_shards()
+        worker._train_graphs.train("policy", worker.limits.collate(empty, HALF), last=True)
+        shards = worker.sharded.gradients.shards()
         assert shards
         assert all(torch.equal(shard, torch.zeros_like(shard)) for shard in shards)
 
 
 def test_more_tokens_than_half_of_the_logits_are_refused(worker: PolicyWorker) -> None:
     with pytest.raises(ValueError, match="samples of 49 tokens do not fit a microbatch with the logits of 48"):
-        worker._train_graphs.collate(long_samples(12, 12, 12, 13), HALF)
+        worker.limits.collate(long_samples(12, 12, 12, 13), HALF)
 
 
 # -- several ranks ---------------------------------------------------------------------------------

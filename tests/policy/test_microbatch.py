@@ -11,7 +11,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from rollgraph.policy.microbatch import STREAMS, PackedSize, collate, pack_samples, packed_size
+from rollgraph.policy.microbatch import STREAMS, PackedSize, lay_out, pack_samples, packed_size
 from rollgraph.types import Sample
 
 
@@ -25,7 +25,7 @@ def of_lengths(*lengths: int, prompt: int = 1) -> list[Sample]:
 
 def count_packed(samples: list[Sample]) -> tuple[int, int, int]:
     """Tokens, sequences and repeated keys, counted in the filled arrays."""
-    arrays = collate(samples, PackedSize(10_000, 1_000, 10_000), 10_000)
+    arrays = lay_out(samples, PackedSize(10_000, 1_000, 10_000), 10_000)
     sequences = len(set(arrays.sequence[: arrays.used_tokens].tolist()))
     return arrays.used_tokens, sequences, int(arrays.cu_keys[sequences]) - arrays.used_tokens
 
@@ -117,7 +117,7 @@ def test_the_arrays_equal_those_that_a_plain_loop_fills(
     size = packed_size(samples)
     tokens, sequences = size.tokens + padding, size.sequences + spare
     assume(tokens and size.repeated_keys <= tokens)
-    arrays = collate(samples, PackedSize(tokens, sequences, tokens), longest)
+    arrays = lay_out(samples, PackedSize(tokens, sequences, tokens), longest)
 
     expected = []  # (id, position, target, sequence, streams) of each token
     keys = []  # for each sequence, the tokens its attention sees
@@ -155,7 +155,7 @@ def test_the_arrays_equal_those_that_a_plain_loop_fills(
     assert all(list(rows) == seen[len(seen) - len(rows) :] for rows, seen in zip(row_ranges, keys, strict=True))
     assert set(bounds[len(keys) :]) == {tokens}
     assert max(np.diff(key_bounds), default=0) <= longest
-    empty = collate([], PackedSize(tokens, sequences, tokens), longest)
+    empty = lay_out([], PackedSize(tokens, sequences, tokens), longest)
     assert [a.shape for a in arrays.tensors] == [a.shape for a in empty.tensors]  # those of a captured graph
     assert [a.dtype for a in arrays.tensors] == [a.dtype for a in empty.tensors]
 
@@ -169,15 +169,15 @@ def cut(sample: Sample, less: int) -> Sample:
 
 def test_malformed_samples_are_refused() -> None:
     with pytest.raises(ValueError, match="has no prompt"):
-        collate(
+        lay_out(
             [Sample([1], [2], [1.0], [1.0], [0.0]), Sample([], [3, 4], [1.0] * 2, [1.0] * 2, [0.0] * 2)],
             PackedSize(12, 4, 12),
             12,
         )
     with pytest.raises(ValueError, match="3 tokens has 1 advantages"):
-        collate([Sample([1], [2, 3, 4], [1.0], [1.0] * 3, [0.0] * 3)], PackedSize(12, 4, 12), 12)
+        lay_out([Sample([1], [2, 3, 4], [1.0], [1.0] * 3, [0.0] * 3)], PackedSize(12, 4, 12), 12)
     with pytest.raises(ValueError, match="5 tokens is longer than the 4"):
-        collate([Sample([1, 2], [2, 3, 4], [1.0] * 3, [1.0] * 3, [0.0] * 3)], PackedSize(12, 4, 12), 4)
+        lay_out([Sample([1, 2], [2, 3, 4], [1.0] * 3, [1.0] * 3, [0.0] * 3)], PackedSize(12, 4, 12), 4)
 
 
 @given(samples_of_few_prompts(), st.integers(0, 50), st.data())
@@ -190,7 +190,7 @@ def test_all_entries_that_predict_a_sample_have_logits(
     completion_tokens = sum(len(one.tokens) for one in ordered)
     assume(tokens > max(1, completion_tokens))
     logits = data.draw(st.integers(max(1, completion_tokens), tokens - 1))
-    arrays = collate(ordered, PackedSize(tokens, size.sequences, tokens), 50, logits)
+    arrays = lay_out(ordered, PackedSize(tokens, size.sequences, tokens), 50, logits)
     assert arrays.logit_rows is not None
     logit_rows = arrays.logit_rows.tolist()
     assert (arrays.logit_rows.dtype, arrays.bucket) == (np.int64, (tokens, logits))
@@ -200,7 +200,7 @@ def test_all_entries_that_predict_a_sample_have_logits(
     for start, one in zip(arrays.starts, ordered, strict=True):
         predicting += range(start, start + len(one.tokens))
     assert logit_rows[:completion_tokens] == predicting
-    everything = collate(ordered, PackedSize(tokens, size.sequences, tokens), 50, tokens)
+    everything = lay_out(ordered, PackedSize(tokens, size.sequences, tokens), 50, tokens)
     assert everything.logit_rows is None
     assert everything.bucket == (tokens, tokens)
     for with_half, with_all in zip(arrays.tensors, everything.tensors, strict=False):  # all but the logit rows
@@ -210,6 +210,6 @@ def test_all_entries_that_predict_a_sample_have_logits(
 
 def test_more_tokens_than_logits_are_refused() -> None:
     samples = of_lengths(7, 7, prompt=2)
-    assert collate(samples, PackedSize(20, 4, 20), 20, logits=10).bucket == (20, 10)
+    assert lay_out(samples, PackedSize(20, 4, 20), 20, logits=10).bucket == (20, 10)
     with pytest.raises(ValueError, match="samples of 10 tokens do not fit a microbatch with the logits of 9"):
-        collate(samples, PackedSize(20, 4, 20), 20, logits=9)
+        lay_out(samples, PackedSize(20, 4, 20), 20, logits=9)

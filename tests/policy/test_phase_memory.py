@@ -15,7 +15,7 @@ class Simulation:
     """The contents of two pieces of memory. The cache lies over both; scoring and training overwrite the pool's."""
 
     def __init__(self, over_gradients: bool) -> None:
-        self.memory = PhaseMemory(self)
+        self.memory = PhaseMemory(self, lambda: None)
         self.memory.share(self.forget_cache, over_gradients=over_gradients)
         self.over_gradients = over_gradients
         self.gradients = 0  # how many microbatches were added
@@ -28,21 +28,18 @@ class Simulation:
     # -- called by PhaseMemory
 
     @property
-    def has_gradients(self) -> bool:
+    def has_pending(self) -> bool:
         return self.gradients > 0
 
-    def lend_gradients(self) -> None:
+    def lend(self) -> None:
         assert not self.lent
         assert not self.gradients
         self.lent = True
 
-    def take_back_gradients(self) -> None:
+    def take_back(self) -> None:
         assert self.lent
         self.lent = False
         self.garbage_in_gradients = False
-
-    def invalidate_full_parameters(self) -> None:
-        pass
 
     def forget_cache(self) -> None:
         self.cached = False
@@ -106,7 +103,7 @@ def test_a_refused_phase_changes_nothing() -> None:
 
 def test_without_a_cache_nothing_is_lent_and_nothing_refused() -> None:
     simulation = Simulation(over_gradients=True)
-    simulation.memory = PhaseMemory(simulation)
+    simulation.memory = PhaseMemory(simulation, lambda: None)
     simulation.gradients = 1
     for phase in ("generate", "score", "train", "generate"):
         simulation.memory.enter(phase)

@@ -22,10 +22,10 @@ class CountedActions:
         self.unreachable = False  # whether gathers fail
 
     @contextmanager
-    def paused(self, gather: bool) -> Iterator[None]:
+    def gathered_and_paused(self) -> Iterator[None]:
         if self.unreachable:
             raise ConnectionError("a rank is lost")
-        self.gathers += gather
+        self.gathers += 1
         self.pauses += 1
         try:
             yield
@@ -36,13 +36,17 @@ class CountedActions:
         self.drops += 1
 
 
+def phases_with(actions: CountedActions) -> Phases:
+    return Phases(actions.gathered_and_paused, actions.drop_gradients)
+
+
 class EnteringAndLeaving(RuleBasedStateMachine):
     """Any sequence of nested entries and exits, compared with a stack of names."""
 
     def __init__(self) -> None:
         super().__init__()
         self.actions = CountedActions()
-        self.phases = Phases(self.actions)
+        self.phases = phases_with(self.actions)
         self.open: list[tuple[str, AbstractContextManager[None]]] = []
         self.gathers = self.drops = 0
         self.entered = dict.fromkeys(PHASES, 0)
@@ -110,7 +114,7 @@ TestEnteringAndLeaving = EnteringAndLeaving.TestCase
 
 def test_entering_the_current_phase_again_gathers_nothing() -> None:
     actions = CountedActions()
-    phases = Phases(actions)
+    phases = phases_with(actions)
     with ExitStack() as many:
         for _ in range(5):
             many.enter_context(phases.enter("score"))
@@ -120,7 +124,7 @@ def test_entering_the_current_phase_again_gathers_nothing() -> None:
 
 def test_a_refused_entry_does_not_change_the_current_phase() -> None:
     actions = CountedActions()
-    phases = Phases(actions)
+    phases = phases_with(actions)
     with phases.enter("train"):
         refused = pytest.raises(PhaseError, match="cannot generate during train: leave that phase first")
         with refused, phases.enter("generate"):
@@ -131,7 +135,7 @@ def test_a_refused_entry_does_not_change_the_current_phase() -> None:
 
 def test_a_failed_train_phase_drops_gradients_inside_another_one() -> None:
     actions = CountedActions()
-    phases = Phases(actions)
+    phases = phases_with(actions)
     with phases.enter("train"):
         with pytest.raises(ValueError, match="half of the gradients"), phases.enter("train"):
             raise ValueError("only half of the gradients exist")
@@ -144,7 +148,7 @@ def test_a_failed_train_ends_even_if_its_gradients_cannot_be_dropped() -> None:
         def drop_gradients(self) -> None:
             raise ConnectionError("a rank is lost")
 
-    phases = Phases(Lost())
+    phases = phases_with(Lost())
     with pytest.raises(ConnectionError), phases.enter("train"):
         raise ValueError
     assert phases.current == IDLE
@@ -160,7 +164,7 @@ class Interrupted(Counter[str]):
 @pytest.mark.parametrize("phase", PHASES)
 def test_an_interrupt_on_entry_leaves_the_machine_idle(phase: str) -> None:
     actions = CountedActions()
-    phases = Phases(actions)
+    phases = phases_with(actions)
     phases.entered = Interrupted()
     with pytest.raises(KeyboardInterrupt), phases.enter(phase):
         pass

@@ -177,11 +177,11 @@ class Walker(Rank):
         self.loss(number).backward()
 
     def do_step(self, outcome: None, number: int) -> None:
-        self.sharded.finish_gradients()
+        self.sharded.gradients.finish()
         self.optimizer.step()
 
     def do_drop(self, outcome: None, number: int) -> None:
-        self.sharded.drop_gradients()
+        self.sharded.gradients.drop()
 
     def do_eval(self, outcome: list[Tensor], number: int) -> None:
         with torch.no_grad():
@@ -200,9 +200,9 @@ class Walker(Rank):
             if fails and direction == "backward":
                 handle = self.layers[layer][0].weight.register_hook(fail)
             value.backward()
-            self.sharded.finish_gradients()
+            self.sharded.gradients.finish()
         except (Injected, StepAborted) as error:
-            self.sharded.drop_gradients()
+            self.sharded.gradients.drop()
             return error
         finally:
             if handle is not None:
@@ -225,15 +225,15 @@ class Walker(Rank):
 
     def do_collective(self, outcome: None, number: int, moment: Any, after: int) -> None:
         """The same collective fails on all ranks, or none does because the step has fewer."""
-        self.sharded._gradients.join_abort()
+        self.sharded.gradients.join_abort()
         self.collectives.fail_at(moment, after)
         try:
             self.loss(number).backward()
-            self.sharded.finish_gradients()
+            self.sharded.gradients.finish()
         except CommunicationError:
             self.done["a collective that failed"] += 1
         self.collectives.fail_no_more()
-        self.sharded.drop_gradients()
+        self.sharded.gradients.drop()
 
     @property
     def collectives(self) -> Any:

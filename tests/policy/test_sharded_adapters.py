@@ -172,7 +172,7 @@ def missing_gathers(worker: PolicyWorker) -> list[str]:
 def load_into_full_model(worker: PolicyWorker, folder: Path) -> None:
     """Weights written to the full model stay, whatever its memory held before."""
     worker.train(batch(52, 2))
-    worker.sharded.invalidate_full_parameters()
+    worker.sharded.gathers.invalidate_full_parameters()
     with torch.no_grad():
         for tensor in worker.full_model.layers.parameters():
             tensor.fill_(7.0)

@@ -96,22 +96,22 @@ def test_generation_is_refused_while_gradients_wait_for_the_optimizer(pair: tupl
     results = []
     for worker in pair:
         steps = worker._train_graphs
-        ((_, bucket),) = steps.plan(make_samples(4))
-        arrays = steps.collate(make_samples(4), bucket)
+        ((_, bucket),) = worker.limits.plan(make_samples(4), steps.buckets)
+        arrays = worker.limits.collate(make_samples(4), bucket)
         with worker.phases.enter("train"):  # as in a custom loop, which accumulates over several phases
             steps.train("policy", arrays, last=False)
         if worker is sharing:
-            with pytest.raises(GradientsInUse, match=r"drop_gradients\(\) first"):
+            with pytest.raises(GradientsInUse, match=r"gradients.drop\(\) first"):
                 worker.generate([([1, 2], 0)], seed="s")
         else:
             worker.generate([([1, 2], 0)], seed="s")
         worker.logprobs(make_samples(2))  # scoring does not touch them
         with worker.phases.enter("train"):
             steps.train("policy", arrays, last=True)
-            worker.sharded.finish_gradients(average=False)
+            worker.sharded.gradients.finish(average=False)
             if worker is sharing:  # reduced, but not used yet
                 with pytest.raises(RuntimeError, match="optimizer has not used"):
-                    worker.sharded.lend_gradients()
+                    worker.sharded.gradients.lend()
             worker.optimizer.step()
         results.append((parameters(worker), worker.generate([([1, 2], 0)], seed="s")))
     assert torch.equal(results[0][0], results[1][0])
@@ -134,15 +134,15 @@ def test_uses_of_the_memory_outside_of_their_phase_are_refused(pair: tuple[Polic
     sharing, _ = pair
     assert sharing.engine is not None
     steps = sharing._train_graphs
-    ((_, bucket),) = steps.plan(make_samples(4))
-    arrays = steps.collate(make_samples(4), bucket)
+    ((_, bucket),) = sharing.limits.plan(make_samples(4), steps.buckets)
+    arrays = sharing.limits.collate(make_samples(4), bucket)
     sharing.generate([([1, 2], 0)], seed="s")
     refused = pytest.raises(RuntimeError, match=r'with policy.phases.enter\("train"\)')
     with refused:
         steps.train("policy", arrays, last=True)
     uses: list[Callable[[], Any]] = [
-        sharing.optimizer.step, sharing.sharded.gradient_shards, sharing.sharded.finish_gradients,
-        sharing.sharded.gradient_norm,
+        sharing.optimizer.step, sharing.sharded.gradients.shards, sharing.sharded.gradients.finish,
+        sharing.sharded.gradients.norm,
         lambda: sharing.model.embed_tokens.weight.sum().backward(),
     ]  # fmt: skip
     before = parameters(sharing)
@@ -151,7 +151,7 @@ def test_uses_of_the_memory_outside_of_their_phase_are_refused(pair: tuple[Polic
             use()
     assert torch.equal(parameters(sharing), before)
     sharing.model.embed_tokens.weight.grad = None
-    sharing.sharded.drop_gradients()  # there are none: the cache stays as it is
+    sharing.sharded.gradients.drop()  # there are none: the cache stays as it is
     assert sharing.memory.gradients_are_lent()
     sharing.train(make_batch(1, 4))
     with pytest.raises(GraphError, match="enter the phase generate first"):
@@ -176,7 +176,7 @@ def test_requests_continue_unchanged_after_another_phase(pair: tuple[PolicyWorke
             worker.logprobs(make_samples(3))
             with worker.phases.enter("train"):
                 worker.sharded.flat.gradient_memory.fill_(torch.nan)
-                worker.sharded.drop_gradients()
+                worker.sharded.gradients.drop()
         with worker.phases.enter("generate"):
             while engine.step():
                 pass

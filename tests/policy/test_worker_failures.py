@@ -169,7 +169,7 @@ def test_a_loss_that_cannot_be_captured_changes_nothing() -> None:
         worker.train(Batch([[replace(sample, reference_logprobs=None) for sample in make_samples(2)]]))
     assert worker.phases.current == "idle"
     assert torch.equal(parameters(worker), before)
-    assert all(not shard.any() for shard in worker.sharded.gradient_shards())
+    assert all(not shard.any() for shard in worker.sharded.gradients.shards())
     worker.close()
     assert not any(module._forward_pre_hooks for module in worker.model.modules())
 

@@ -89,7 +89,7 @@ def run_all(world: World) -> dict[str, Any]:
 
     results["before"] = [r.tokens for r in sample_rollouts(worker, 3, "a")]
     worker.train(Batch([paired(0)]))
-    results["stale"] = worker.sharded.stale()
+    results["stale"] = worker.sharded.gathers.stale()
     assert worker.engine is not None
     try:
         with worker.sharded.paused(gather=False):

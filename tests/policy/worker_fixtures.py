@@ -71,7 +71,7 @@ def get(workers: dict[str, PolicyWorker]) -> Iterator[Callable[[str], PolicyWork
         assert worker.phases.current == "idle"
         assert worker.weights.current == "policy"
         with worker.phases.enter("train"):
-            assert all(not shard.any() for shard in worker.sharded.gradient_shards())
+            assert all(not shard.any() for shard in worker.sharded.gradients.shards())
         assert all(parameter.grad is None for parameter in worker.model.parameters())
 
 

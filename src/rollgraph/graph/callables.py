@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from rollgraph.graph.capture import BackendName, choose_backend
-from rollgraph.graph.captured import GraphedTarget, OnMismatch, callable_name, identity, refuse_nesting, static_copies
+from rollgraph.graph.captured import GraphedTarget, OnMismatch, callable_name, identity, refuse_nesting
 from rollgraph.graph.errors import CaptureError, GraphError
+from rollgraph.graph.function_recorder import static_copies
 from rollgraph.graph.hooks import GraphHooks, Guard, guards_per_callable, hooks_per_callable
 from rollgraph.graph.passes import CallableSpec
 from rollgraph.graph.pool import Arena, GraphPool, GraphRecord, PoolHandle

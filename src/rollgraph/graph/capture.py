@@ -17,17 +17,19 @@ from torch.utils import _pytree as pytree
 from rollgraph.graph.backend import Backend, EagerBackend, current_observer
 from rollgraph.graph.captured import (
     FirstRun,
+    FunctionVariant,
     GraphedTarget,
     GraphSpec,
     OnMismatch,
     callable_name,
+    check_guards,
     identity,
     refuse_nesting,
 )
 from rollgraph.graph.cuda_backend import CudaBackend
 from rollgraph.graph.errors import CaptureError, NeedsWarmup, ReplayMismatch
-from rollgraph.graph.function import FunctionRecorder, FunctionVariant, eager_variant
-from rollgraph.graph.hooks import NO_HOOKS, GraphHooks, Guard, check_guards
+from rollgraph.graph.function_recorder import FunctionRecorder, eager_variant
+from rollgraph.graph.hooks import NO_HOOKS, GraphHooks, Guard
 from rollgraph.graph.pool import Arena, GraphPool, GraphRecord, PoolHandle
 from rollgraph.graph.surface import Surface
 from rollgraph.graph.tape import TapeBackend

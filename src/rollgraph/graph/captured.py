@@ -1,33 +1,33 @@
-"""The base of captured functions and graphed callables: the path of every call, and the steps of every capture.
+"""Captured functions and modules at replay: the path of a call, and the graph of a whole function.
 
 A graph keeps several variants, one per captured surface. A call picks the variant that fits, checks guards and
 bindings, runs the hooks and replays. Owns that path, the handling of calls that fit no variant (`on_mismatch`), and
-the counters of the report. Knows nothing of how a variant is recorded or replayed: `capture.py` and `callables.py` add
-that.
+the counters of the report. A variant is a `FunctionVariant`, at the end of this file, or a segment (`segment.py`).
+Knows nothing of how either is recorded.
 """
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from rollgraph.graph.backend import Backend, PassFunction, RecordCall, Recording, capture_errors, current_observer
+from rollgraph.graph.backend import Backend, Recording, current_observer
 from rollgraph.graph.cuda_backend import CaptureMonitor
 from rollgraph.graph.errors import CaptureError, GraphError, ReplayMismatch, StaleGraph
-from rollgraph.graph.hooks import GraphHooks, Guard, check_guards
-from rollgraph.graph.outputs import StaticOutputs
+from rollgraph.graph.hooks import GraphHooks, Guard
+from rollgraph.graph.outputs import OutputTree, StaticOutputs
 from rollgraph.graph.pool import Arena, GraphRecord
-from rollgraph.graph.state.slots import fully_called_lists, modules_with
-from rollgraph.graph.state.transaction import ProgramObjects, Transaction
-from rollgraph.graph.state.undo_log import UndoLog, storage_keys, storage_of
-from rollgraph.graph.surface import InputHazards, Span, StaticTensors, Surface, static_copy
+from rollgraph.graph.state.binding import Binding, BoundGradients
+from rollgraph.graph.state.undo_log import UndoLog, storage_keys
+from rollgraph.graph.surface import InputHazards, StaticTensors, Surface
 from rollgraph.graph.tape import Recorder
 
 # -- the path of a call ----------------------------------------------------------------------------
@@ -36,6 +36,7 @@ OnMismatch = Literal["raise", "eager", "recapture"]
 FirstRun = Callable[[], AbstractContextManager[None]]
 MAX_VARIANTS = 16  # variants that one graph keeps under on_mismatch="recapture"
 _dispatch_modes = torch._C._len_torch_dispatch_stack
+Bind = Callable[[tuple[Any, ...], dict[str, Any]], Sequence[Tensor]]  # the tensors of a call, or ReplayMismatch
 
 
 @dataclass
@@ -74,7 +75,7 @@ class Variant(Protocol):
     called_modules: Sequence[nn.Module]  # the modules that ran
 
     @property
-    def bind(self) -> Callable[[tuple[Any, ...], dict[str, Any]], Sequence[Tensor]]:
+    def bind(self) -> Bind:
         """Return the tensors of a call, or raise ReplayMismatch."""
 
     @property
@@ -273,6 +274,14 @@ class GraphedTarget(ABC, Generic[P, R, V]):
         self.record.bytes_owned = 0
 
 
+def check_guards(guards: Sequence[Guard], graph: str) -> None:
+    """Raise StaleGraph if a guard objects to a replay."""
+    for guard in guards:
+        reason = guard()
+        if reason is not None:
+            raise StaleGraph(f"graph {graph!r} refused: {reason}")
+
+
 def identity(target: Any) -> Any:
     """Unpickle a graph as the target that it was captured from."""
     return target
@@ -294,89 +303,7 @@ def refuse_nesting(name: str) -> None:
         )
 
 
-# -- the steps of a capture ------------------------------------------------------------------------
-# Owns how a pass is recorded inside a transaction, which modules a recording depends on, which uses of an argument
-# rule out a static copy, and which outputs lie in the memory of a recording.
-
-Writes = list[list[tuple[int, Span]]]  # for each input, the storage and the span of each write
-Bind = Callable[[tuple[Any, ...], dict[str, Any]], Sequence[Tensor]]
-
-
-def static_copies(surface: Surface) -> StaticTensors:
-    """Static tensors for the inputs of a captured call."""
-    return StaticTensors([static_copy(tensor) for tensor in surface.tensors])
-
-
-def record_pass(
-    transaction: Transaction,
-    backend: Backend,
-    run_pass: PassFunction,
-    inputs: StaticTensors,
-    arena: Arena,
-    label: str,
-    shared_state: dict[Any, Any],
-) -> Recording:
-    """Record one pass; `label` names it in errors."""
-    generators = [generator for generator, _ in transaction.undo_log.generators.values()]
-    with capture_errors(f"capture of {label}"), transaction.recording(backend.executes):
-        return backend.record(run_pass, inputs, arena, generators, shared_state)
-
-
-def record_call(
-    transaction: Transaction, record: RecordCall, run_pass: PassFunction, inputs: StaticTensors, label: str
-) -> Recording:
-    """Record the first call of a function as it runs, and keep its effects; `label` names it in errors."""
-    with capture_errors(f"the first call of {label}"), transaction.recording(executes=True, was_warmed_up=False):
-        return record(run_pass, inputs)
-
-
-def modules_to_bind(
-    target: Any, called_modules: dict[int, nn.Module], tensors: Iterable[Tensor], objects: ProgramObjects
-) -> list[nn.Module]:
-    """The modules whose state a recording depends on."""
-    modules = dict(called_modules)
-    if isinstance(target, nn.Module):
-        modules.update((id(module), module) for module in target.modules())
-    else:
-        modules.update((id(module), module) for module in fully_called_lists(called_modules, objects.modules))
-    modules.update((id(module), module) for module in modules_with(tensors, objects.modules))
-    for module in modules.values():
-        if isinstance(module, torch.jit.ScriptModule):
-            raise CaptureError(
-                f"{callable_name(target)} runs the TorchScript module {module.original_name}, whose state a graph "
-                "cannot follow: capture the module that it was scripted or traced from"
-            )
-    return list(modules.values())
-
-
-def refuse_written_arguments(undo_log: UndoLog, surface: Surface, statics: StaticTensors) -> None:
-    """Raise CaptureError if the function wrote an argument: a graph would write its own copy instead."""
-    for name, static in zip(surface.names, statics.tensors, strict=True):
-        if undo_log.wrote(static):
-            where = undo_log.written_at(static)
-            raise CaptureError(
-                f"argument {name} is written in place at {where}, which the caller would not see: let the function "
-                "reach that tensor from outside its arguments, or write to a copy",
-                where,
-            )
-
-
-def writes_before_last_read(undo_log: UndoLog, statics: StaticTensors, outputs: Iterable[Tensor]) -> Writes:
-    """For each input, the writes of the last run to memory from outside, up to its last read of that input."""
-    returned = storage_keys(outputs)
-    writes: Writes = []
-    for static in statics.tensors:
-        storage = storage_of(static)
-        is_returned = storage is not None and storage._cdata in returned
-        writes.append(undo_log.writes_before_last_read(static, is_returned))
-    return writes
-
-
-def input_hazards(surface: Surface, writes: Writes, recording: Recording) -> InputHazards:
-    """Keep only writes to memory that the recording keeps alive; other memory may have been reused."""
-    live_storages = storage_keys(recording.external)
-    spans = [[span for key, span in written if key in live_storages] for written in writes]
-    return InputHazards(surface.names, spans)
+# -- what the variants of functions and of segments share ------------------------------------------
 
 
 def checked_bind(surface: Surface, hazards: InputHazards) -> Bind:
@@ -398,3 +325,149 @@ def static_outputs_of(recording: Recording) -> StaticOutputs:
     outside = storage_keys(recording.external)
     static = [t for t in recording.outputs if t is not None and t.untyped_storage()._cdata not in outside]
     return StaticOutputs(static)
+
+
+# -- whole functions -------------------------------------------------------------------------------
+# Owns the gradients of a captured function at replay. A replay sets `.grad` of the leaves it reaches; no gradient flows
+# through arguments or outputs.
+
+_thread = threading.get_ident
+NO_GRADIENT = (
+    "argument {} requires grad, but a captured function passes no gradient to it: detach it, or use "
+    "make_graphed_callables"
+)
+
+
+class _Opaque(torch.autograd.Function):
+    """Autograd node for outputs that require grad in eager. Its backward raises, since none was recorded."""
+
+    @staticmethod
+    def forward(ctx: Any, name: str, outputs: Sequence[Tensor], anchor: Tensor) -> tuple[Tensor, ...]:
+        ctx.name = name
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise GraphError(
+            f"graph {ctx.name!r} was captured as a whole function, so no gradient passes through its outputs: run "
+            "the backward inside the function, or use make_graphed_callables"
+        )
+
+
+_opaque: Callable[..., tuple[Tensor, ...]] = super(torch.autograd.Function, _Opaque).apply
+
+
+@dataclass(eq=False)
+class FunctionVariant:
+    """A recorded function that replays. Its outputs are valid until the next replay in its arena."""
+
+    spec: GraphSpec
+    surface: Surface
+    recording: Recording
+    arena: Arena
+    forward_capture_index: int
+    outputs: OutputTree | None = None  # set at each run by the eager backend
+    binding: Binding = field(default_factory=lambda: Binding(()))
+    gradients: BoundGradients = field(default_factory=lambda: BoundGradients(()))
+    hazards: InputHazards = field(default_factory=InputHazards)
+    called_modules: Sequence[nn.Module] = ()
+    statics: StaticTensors = field(default_factory=lambda: StaticTensors(()))
+
+    def __post_init__(self) -> None:
+        self._records = self.spec.backend.records
+        self._lock: AbstractContextManager[Any] = self.arena.lock if self._records else nullcontext()
+        self._anchor = torch.zeros((), requires_grad=True)  # an input for the node of opaque outputs
+        self._static_outputs: StaticOutputs | None = None
+        self.bind = self._make_bind()
+        self.check = self._make_check()
+        if self._records:
+            self.recording.seal()
+            self.gradients.record_baseline_references()
+            self._static_outputs = static_outputs_of(self.recording)
+            self.arena.static_outputs.append(self._static_outputs)
+
+    def _make_bind(self) -> Bind:
+        bind = checked_bind(self.surface, self.hazards)
+        grad_enabled = self.surface.modes[0]
+        if not grad_enabled or not self._records:
+            return bind
+        names = self.surface.names
+        differentiable = [static.requires_grad for static in self.statics.tensors]
+
+        def bind_and_check(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Tensor]:
+            inputs = bind(args, kwargs)
+            for tensor, had_grad, name in zip(inputs, differentiable, names, strict=True):
+                if tensor.requires_grad and not had_grad:
+                    raise ReplayMismatch(NO_GRADIENT.format(name))
+            return inputs
+
+        return bind_and_check
+
+    def _make_check(self) -> Callable[[], None]:
+        check_binding = self.binding.check
+        check_gradients = self.gradients.check
+        if not self.gradients.leaves:
+            return check_binding
+
+        def check() -> None:
+            check_binding()
+            check_gradients()
+
+        return check
+
+    def recordings(self) -> Sequence[Recording]:
+        return (self.recording,)
+
+    def static_bytes(self) -> int:
+        return self.statics.nbytes() + self.gradients.nbytes()
+
+    def is_backward_pending(self) -> bool:
+        return False  # its backward, if any, is part of the recording
+
+    def release(self) -> None:
+        self.recording.release()
+        if self._static_outputs is not None:
+            self.arena.static_outputs.remove(self._static_outputs)
+            self._static_outputs = None
+
+    def replay(self, inputs: Sequence[Tensor]) -> Any:
+        if self._records and torch.is_grad_enabled():
+            with torch.no_grad():
+                tensors = self._run(inputs)
+        else:
+            tensors = self._run(inputs)
+        return self._build(tensors)
+
+    def first_call_result(self) -> Any:
+        """Return the result of the first call, which was recorded as it ran."""
+        return self._build([t.detach() for t in self.recording.outputs if t is not None])
+
+    def _build(self, tensors: list[Tensor]) -> Any:
+        outputs = self.outputs
+        assert outputs is not None
+        if outputs.differentiable:
+            self._make_opaque(tensors, outputs.differentiable)
+        return outputs.build(tensors)
+
+    def _run(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        arena = self.arena
+        capture_index = self.forward_capture_index
+        gradients = self.gradients
+        with self._lock:
+            if not arena.admits_after < capture_index < arena.admits_before:
+                arena.admit(capture_index, self.spec.name)
+            if arena.owning_thread != _thread():
+                arena.enter_thread(self.spec.name)
+            gradients.enter()
+            tensors = [t.detach() for t in self.recording.replay(inputs) if t is not None]
+            gradients.leave()
+        return tensors
+
+    def _make_opaque(self, tensors: list[Tensor], indices: list[int]) -> None:
+        """Let outputs that require grad in eager require it here, so that a backward through them raises."""
+        if torch.is_inference_mode_enabled():
+            return
+        with torch.enable_grad():
+            attached = _opaque(self.spec.name, [tensors[index] for index in indices], self._anchor)
+        for index, tensor in zip(indices, attached, strict=True):
+            tensors[index] = tensor

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from rollgraph.graph.errors import CaptureError, HookError, StaleGraph
+from rollgraph.graph.errors import CaptureError, HookError
 
 Moment = Literal["warmup", "capture", "replay"]
 PreForward = Callable[[Any, tuple[Any, ...], dict[str, Any]], None]
@@ -120,14 +120,6 @@ def run_warmup_hook(hook: Callable[[Any], None] | None, kind: str, target: Any) 
     """Run a `pre_warmup_hook` or `post_warmup_hook`, before or after the whole warm-up of a callable."""
     if hook is not None:
         _run(hook, kind, "warmup", (target,))
-
-
-def check_guards(guards: Sequence[Guard], graph: str) -> None:
-    """Raise StaleGraph if a guard objects to a replay."""
-    for guard in guards:
-        reason = guard()
-        if reason is not None:
-            raise StaleGraph(f"graph {graph!r} refused: {reason}")
 
 
 def _run(hook: Callable[..., Any], kind: str, moment: Moment, arguments: tuple[Any, ...]) -> None:

@@ -32,9 +32,8 @@ import torch
 from torch import Tensor, nn
 
 from rollgraph.graph.backend import Recording
-from rollgraph.graph.captured import Bind, checked_bind, static_outputs_of
+from rollgraph.graph.captured import Bind, check_guards, checked_bind, static_outputs_of
 from rollgraph.graph.errors import GraphError, MemoryInUse, ReplayMismatch, StaleGraph
-from rollgraph.graph.hooks import check_guards
 from rollgraph.graph.outputs import OutputTree, StaticOutputs
 from rollgraph.graph.passes import CallableSpec, GradientTargets, SavedVersions, leaves_under
 from rollgraph.graph.passes import version as _version

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from rollgraph.graph.backend import EagerRecording, PassFunction, Recording, capture_errors
-from rollgraph.graph.captured import (
+from rollgraph.graph.errors import CaptureError, WarmupError
+from rollgraph.graph.function_recorder import (
     Writes,
     input_hazards,
     modules_to_bind,
@@ -23,7 +24,6 @@ from rollgraph.graph.captured import (
     refuse_written_arguments,
     writes_before_last_read,
 )
-from rollgraph.graph.errors import CaptureError, WarmupError
 from rollgraph.graph.hooks import run_warmup_hook
 from rollgraph.graph.outputs import allocate_together
 from rollgraph.graph.passes import CallablePasses, CallableSpec, SavedVersions

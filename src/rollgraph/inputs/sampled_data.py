@@ -14,8 +14,9 @@ from rollgraph.model import Architecture
 from rollgraph.parallel.ranks.world import World
 from rollgraph.policy import Limits
 from rollgraph.rl.data.demonstrations import OfflineData, chat_settings, load_warm_start
+from rollgraph.rl.data.hub import read_training_rows, read_validation_rows
 from rollgraph.rl.data.prompts import OnProgress, PromptData
-from rollgraph.rl.data.python_objects import NO_OBJECTS, PythonObjects, read_training_rows, read_validation_rows
+from rollgraph.rl.data.python_objects import NO_OBJECTS, PythonObjects
 from rollgraph.rl.environment import Environment
 from rollgraph.tokenizer import Tokenizer
 

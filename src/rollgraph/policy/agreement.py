@@ -34,7 +34,7 @@ from rollgraph.model.gemm.autotune import GemmReport, clear_gemm_algos
 from rollgraph.model.layers import add_norm, rotary_angles
 from rollgraph.model.logprobs import tokens_per_chunk
 from rollgraph.policy.exactness import make_exact
-from rollgraph.policy.microbatch import Limits, collate, packed_size
+from rollgraph.policy.microbatch import Limits, TokenBucket, packed_size
 from rollgraph.types import Sample
 
 # -- the same sequences in both layouts ------------------------------------------------------------
@@ -83,7 +83,7 @@ class TokenLayouts:
         self.tokens = limits.token_buckets[-1]
         self.longest = limits.longest(self.tokens)
         self.samples = draw_samples(vocabulary, limits)
-        arrays = collate(self.samples, limits.capacity(self.tokens), self.longest)
+        arrays = limits.collate(self.samples, TokenBucket(self.tokens, self.tokens))
         self._token_ids = [np.array([*sample.prompt, *sample.tokens]) for sample in self.samples]
         self._entries = []  # for each sequence, the index of each token in the packed layout
         for sample, start in zip(self.samples, arrays.starts, strict=True):

@@ -1,8 +1,8 @@
 """Microbatches: packs samples into token buckets, and lays each bucket out as the input arrays of a graph.
 
-Pure Python and NumPy. Samples of one prompt share it: the prompt without its last token becomes one sequence, which is
-computed once. Each sample becomes a second sequence: the prompt's last token, which predicts the sample's first token,
-and then the sample's tokens. Its attention sees the keys of the shared prompt, then its own.
+Decides in pure Python and lays out in NumPy. Samples of one prompt share it: the prompt without its last token becomes
+one sequence, which is computed once. Each sample becomes a second sequence: the prompt's last token, which predicts the
+sample's first token, and then the sample's tokens. Its attention sees the keys of the shared prompt, then its own.
 
 Example: two samples of the prompt (10, 11, 12) make three sequences in one bucket:
 
@@ -19,6 +19,8 @@ from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from rollgraph.types import Sample
 
@@ -199,6 +201,22 @@ class Limits:
         """The longest sequence in a token bucket, including padding."""
         return min(tokens, self.max_length)
 
+    def plan(self, samples: Sequence[Sample], buckets: Sequence[TokenBucket]) -> list[tuple[list[int], TokenBucket]]:
+        """Pack samples into microbatches. Returns the indices of samples in each, and the first bucket that fits."""
+        planned = []
+        for indices in pack_samples(samples, self.capacity(self.token_buckets[-1])):
+            size = packed_size(samples[index] for index in indices)
+            predicted = sum(len(samples[index].tokens) for index in indices)
+            fitting = [
+                bucket for bucket in buckets if predicted <= bucket.logits and size.fits(self.capacity(bucket.tokens))
+            ]
+            planned.append((indices, fitting[0]))
+        return planned
+
+    def collate(self, samples: Iterable[Sample], bucket: TokenBucket) -> PackedArrays:
+        """One microbatch of samples, which must fit the bucket."""
+        return lay_out(samples, self.capacity(bucket.tokens), self.longest(bucket.tokens), bucket.logits)
+
     def keeps_logits(self, vocabulary: int, free: int) -> bool:
         """Whether training keeps the logits of a whole microbatch. `free` is the free memory of the GPU; 0 on a CPU."""
         if self.whole_logits is not None:
@@ -228,9 +246,7 @@ class PackedArrays:
     targets: np.ndarray  # [tokens] int64
     sequence: np.ndarray  # [tokens] int64: the number of the token's sequence; padding has the last number
     cu_seqlens: np.ndarray  # [sequences + 1 + sequences of padding] int32; the last entry repeats
-    keys: (
-        np.ndarray
-    )  # [tokens + repeated keys] int64: which token each key belongs to, see `model.attention.PackedKeys`
+    keys: np.ndarray  # [tokens + repeated keys] int64: the token of each key, see `model.attention.PackedKeys`
     cu_keys: np.ndarray  # int32, the shape of cu_seqlens
     streams: np.ndarray  # [len(STREAMS), tokens] float32
     starts: list[int]  # for each sample, the entry that predicts its first token
@@ -250,8 +266,15 @@ class PackedArrays:
         )  # fmt: skip
         return always_present if self.logit_rows is None else (*always_present, self.logit_rows)
 
+    def to(self, device: torch.device) -> tuple[Tensor, ...]:
+        """Copy the arrays to the device, from pinned memory, so that the host does not wait for a running replay."""
+        host_tensors = [torch.from_numpy(array) for array in self.tensors]
+        if device.type == "cuda":
+            host_tensors = [tensor.pin_memory() for tensor in host_tensors]
+        return tuple(tensor.to(device, non_blocking=True) for tensor in host_tensors)
 
-def collate(samples: Iterable[Sample], capacity: PackedSize, longest: int, logits: int | None = None) -> PackedArrays:
+
+def lay_out(samples: Iterable[Sample], capacity: PackedSize, longest: int, logits: int | None = None) -> PackedArrays:
     """Lay samples out in a token bucket. No sequence may be longer than `longest`, padding included.
 
     With `logits` below the number of tokens, only that many entries get logits: those that predict tokens of samples,

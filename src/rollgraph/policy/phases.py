@@ -11,8 +11,8 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Protocol
 
 # -- phases ----------------------------------------------------------------------------------------
-# The machine decides which work a transition needs, and `PhaseActions` does it. A phase is a context manager: leaving
-# it restores the state on entry, exception or not. No transition captures a graph.
+# The machine decides which work a transition needs; functions passed to it do the work. A phase is a context manager:
+# leaving it restores the state on entry, exception or not. No transition captures a graph.
 #
 # | phase                 | before it                  | while it lasts   | after it failed       |
 # |-----------------------|----------------------------|------------------|-----------------------|
@@ -28,21 +28,21 @@ class PhaseError(RuntimeError):
     """A phase cannot be entered now."""
 
 
-class PhaseActions(Protocol):
-    """The work of a transition. `ShardedModel` implements it, and `AdaptedWeights` around that."""
-
-    def paused(self, gather: bool) -> AbstractContextManager[None]: ...
-    def drop_gradients(self) -> None: ...
-
-
 class Phases:
     """Allows one phase at a time. Entering the current phase again costs nothing.
 
-    `take_memory` is called with the name of the phase being entered; if it raises, the phase is refused.
+    `gathered_and_paused` makes the context of a phase that reads the full parameters. `take_memory` is called with the
+    name of the phase being entered; if it raises, the phase is refused.
     """
 
-    def __init__(self, actions: PhaseActions, take_memory: Callable[[str], None] = lambda phase: None) -> None:
-        self._actions = actions
+    def __init__(
+        self,
+        gathered_and_paused: Callable[[], AbstractContextManager[None]],
+        drop_gradients: Callable[[], None],
+        take_memory: Callable[[str], None] = lambda phase: None,
+    ) -> None:
+        self._gathered_and_paused = gathered_and_paused
+        self._drop_gradients = drop_gradients
         self._take_memory = take_memory
         self.current = IDLE
         self.entered: Counter[str] = Counter()
@@ -60,7 +60,7 @@ class Phases:
                 yield
             except BaseException:
                 if phase == "train":
-                    self._actions.drop_gradients()
+                    self._drop_gradients()
                 raise
 
     @contextmanager
@@ -68,7 +68,7 @@ class Phases:
         """Go from idle to a phase, and back."""
         with ExitStack() as stack:
             if phase in READ_PHASES:
-                stack.enter_context(self._actions.paused(gather=True))
+                stack.enter_context(self._gathered_and_paused())
             self._take_memory(phase)  # after the gathers: ranks have ended an aborted step by then
             try:
                 self.current = phase
@@ -113,20 +113,23 @@ class GradientsInUse(PhaseError):
 
 
 class SharedGradients(Protocol):
-    """Gradients whose memory can be lent. `ShardedModel` implements it."""
+    """Gradients whose memory can be lent. `GradientReductions` implements it."""
 
     @property
-    def has_gradients(self) -> bool: ...
-    def lend_gradients(self) -> None: ...
-    def take_back_gradients(self) -> None: ...
-    def invalidate_full_parameters(self) -> None: ...
+    def has_pending(self) -> bool: ...
+    def lend(self) -> None: ...
+    def take_back(self) -> None: ...
 
 
 class PhaseMemory:
-    """Tracks which phase uses the shared memory. Without a cache there, every phase may be entered at any time."""
+    """Tracks which phase uses the shared memory. Without a cache there, every phase may be entered at any time.
 
-    def __init__(self, gradients: SharedGradients) -> None:
+    `invalidate_full_parameters` is called before training reuses their memory.
+    """
+
+    def __init__(self, gradients: SharedGradients, invalidate_full_parameters: Callable[[], None]) -> None:
         self._gradients = gradients
+        self._invalidate_full_parameters = invalidate_full_parameters
         self._over_gradients = False
         self._forget_cache: Callable[[], None] | None = None  # None: no cache shares memory
         self._cache_is_valid = False
@@ -144,21 +147,21 @@ class PhaseMemory:
         elif phase in ("score", "train"):
             self._cache_is_valid = False
         if phase == "train":
-            self._gradients.invalidate_full_parameters()
+            self._invalidate_full_parameters()
             if self._gradients_are_lent:
-                self._gradients.take_back_gradients()
+                self._gradients.take_back()
                 self._gradients_are_lent = False
 
     def _give_to_cache(self) -> None:
         if self._forget_cache is None:
             return
         if self._over_gradients and not self._gradients_are_lent:
-            if self._gradients.has_gradients:
+            if self._gradients.has_pending:
                 raise GradientsInUse(
                     "cannot generate now: there are gradients that the optimizer has not used, and the key/value cache "
-                    "lies in their memory. Take the optimizer's step or call drop_gradients() first"
+                    "lies in their memory. Take the optimizer's step or call gradients.drop() first"
                 )
-            self._gradients.lend_gradients()
+            self._gradients.lend()
             self._gradients_are_lent = True
         if not self._cache_is_valid:
             self._forget_cache()

@@ -1,7 +1,7 @@
 """Captured scoring: the log-probability of every token of a packed microbatch, with one graph per token bucket.
 
-Owns these graphs, the packing of samples into their buckets, and the log-probabilities that they compute. A model that
-is never trained needs only this file; `TrainGraphs` adds training.
+Owns these graphs and the log-probabilities that they compute. A model that is never trained needs only this file;
+`TrainGraphs` adds training.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rollgraph.model import Decoder, PackedKeys, token_logprobs
 from rollgraph.model.kernels.launch import compiling_together
 from rollgraph.parallel.ranks.world import World
 from rollgraph.parallel.tensor.peers import TensorPeers
-from rollgraph.policy.microbatch import Limits, PackedArrays, TokenBucket, collate, pack_samples, packed_size
+from rollgraph.policy.microbatch import Limits, PackedArrays, TokenBucket
 from rollgraph.types import Sample
 
 # -- rows that need logits -------------------------------------------------------------------------
@@ -90,7 +90,10 @@ def resolve_backend(name: BackendName, world: World, tensor: TensorPeers | None)
 
 
 class ScoreGraphs:
-    """The scoring graphs of a model. `label` is part of their names; `guards` are checked before every replay."""
+    """The scoring graphs of a model. `label` is part of their names; `guards` are checked before every replay.
+
+    `gather` is called before a parameter is read directly; where a module reads it, a hook does that.
+    """
 
     def __init__(
         self,
@@ -101,6 +104,7 @@ class ScoreGraphs:
         *,
         label: str = "score",
         guards: Sequence[Guard] = (),
+        gather: Callable[[Sequence[Tensor]], None] = lambda parameters: None,
     ) -> None:
         self.full_model = model  # with full (unsharded) parameters: scoring runs this one
         self._limits = limits
@@ -108,6 +112,7 @@ class ScoreGraphs:
         self._temperature = temperature
         self._label = label
         self._guards = list(guards)
+        self._gather = gather
         self._device = model.embed_tokens.weight.device
         self._whole_step = "step" in settings.scopes
         self.buckets = limits.buckets
@@ -115,36 +120,6 @@ class ScoreGraphs:
             self.buckets = tuple(bucket for bucket in limits.buckets if bucket.tokens == limits.token_buckets[-1])
         self._score: dict[TokenBucket, Callable[..., Any]] = {}
         self._with_entropy: Callable[..., Any] | None = None
-
-    # -- inputs ------------------------------------------------------------------------------------
-
-    def plan(
-        self, samples: Sequence[Sample], buckets: Sequence[TokenBucket] = ()
-    ) -> list[tuple[list[int], TokenBucket]]:
-        """Pack samples into microbatches. Returns the indices of samples in each, and the smallest bucket that fits."""
-        largest = self.buckets[-1].tokens
-        planned = []
-        for indices in pack_samples(samples, self._limits.capacity(largest)):
-            size = packed_size(samples[index] for index in indices)
-            predicted = sum(len(samples[index].tokens) for index in indices)
-            fitting = [
-                bucket
-                for bucket in buckets or self.buckets
-                if predicted <= bucket.logits and size.fits(self._limits.capacity(bucket.tokens))
-            ]
-            planned.append((indices, fitting[0]))
-        return planned
-
-    def collate(self, samples: Sequence[Sample], bucket: TokenBucket) -> PackedArrays:
-        tokens, logits = bucket
-        return collate(samples, self._limits.capacity(tokens), self._limits.longest(tokens), logits)
-
-    def _upload(self, arrays: PackedArrays) -> tuple[Tensor, ...]:
-        """Copy the arrays to the device, from pinned memory, so that the host does not wait for a running replay."""
-        host_tensors = [torch.from_numpy(array) for array in arrays.tensors]
-        if self._device.type == "cuda":
-            host_tensors = [tensor.pin_memory() for tensor in host_tensors]
-        return tuple(tensor.to(self._device, non_blocking=True) for tensor in host_tensors)
 
     # -- capture and replay ------------------------------------------------------------------------
 
@@ -179,13 +154,13 @@ class ScoreGraphs:
         )  # fmt: skip
         if settings.captures_ahead:
             report()
-            graph.capture(*self._upload(self.collate([], bucket)))
+            graph.capture(*self._limits.collate([], bucket).to(self._device))
         return graph
 
     def score(self, arrays: PackedArrays) -> Tensor:
         """The log-probability of each token, [tokens]. The result is valid until the next call."""
         with torch.no_grad():
-            logprobs: Tensor = self._score[arrays.bucket](*self._upload(arrays))
+            logprobs: Tensor = self._score[arrays.bucket](*arrays.to(self._device))
         return logprobs
 
     def logprobs(self, samples: Sequence[Sample]) -> list[list[float]]:
@@ -200,7 +175,7 @@ class ScoreGraphs:
         """Log-probabilities and entropies, [2, tokens]."""
         assert self._with_entropy is not None, "call capture_entropy() first"
         with torch.no_grad():
-            logprobs_and_entropies: Tensor = self._with_entropy(*self._upload(arrays))
+            logprobs_and_entropies: Tensor = self._with_entropy(*arrays.to(self._device))
         return logprobs_and_entropies
 
     def _score_samples(
@@ -208,8 +183,8 @@ class ScoreGraphs:
     ) -> list[Any]:
         """The values that `score` returns, cut along its last dimension into the tokens of each sample."""
         scored = []
-        for indices, bucket in self.plan(samples, buckets):  # while the device runs the previous one
-            arrays = self.collate([samples[index] for index in indices], bucket)
+        for indices, bucket in self._limits.plan(samples, buckets):  # while the device runs the previous one
+            arrays = self._limits.collate([samples[index] for index in indices], bucket)
             scored.append((indices, arrays.starts, score(arrays).clone()))
         results: list[Any] = [None] * len(samples)
         for indices, starts, values in scored:
@@ -241,7 +216,8 @@ class ScoreGraphs:
             hidden = gather_rows(hidden, optional_rows[0])
             targets = targets.index_select(0, optional_rows[0])
         head = model.head_weight
-        self._gather_head(head)
+        if head.requires_grad:  # a frozen head is never sharded
+            self._gather([head])
         chunk = len(hidden) if whole_logits else None
         algos = model.head_algos
         result = token_logprobs(
@@ -252,6 +228,3 @@ class ScoreGraphs:
             logprobs = scatter_rows(logprobs, optional_rows[0], len(ids))
             entropies = None if entropies is None else scatter_rows(entropies, optional_rows[0], len(ids))
         return logprobs, entropies
-
-    def _gather_head(self, head: Tensor) -> None:
-        """Gather the head's weight if it is sharded. Here it is not; `TrainGraphs` overrides this."""

@@ -60,7 +60,7 @@ class _TrainedLoss:
 
 
 class TrainGraphs(ScoreGraphs):
-    """The training and scoring graphs of a model. The guards in `weights` are checked before every replay.
+    """The training and scoring graphs of a model. The guards of `weights` are checked before every replay.
 
     `training_guards` are additional guards of training. If parameters are sharded, `full_model` is a second model that
     holds the full parameters; the worker creates it and sets it here before scoring is captured.
@@ -76,7 +76,7 @@ class TrainGraphs(ScoreGraphs):
         weights: AdaptedWeights,
         training_guards: Sequence[Guard] = (),
     ) -> None:
-        super().__init__(model, limits, settings, temperature, guards=[weights.stale])
+        super().__init__(model, limits, settings, temperature, guards=weights.guards, gather=sharded.ensure_gathered)
         self._model = model
         self._sharded = sharded
         self._weights = weights
@@ -93,14 +93,14 @@ class TrainGraphs(ScoreGraphs):
 
         Gradients are reduced across ranks during the backward of the `last` microbatch.
         """
-        inputs = self._upload(arrays)
+        inputs = arrays.to(self._device)
         if self._whole_step:
-            self._sharded.expect_gradients()
+            self._sharded.gradients.expect_all()
             values = self._train[name, arrays.bucket](*inputs)
         else:
             with ExitStack() as stack:
                 if not last:
-                    stack.enter_context(self._sharded.no_sync())
+                    stack.enter_context(self._sharded.gradients.no_sync())
                 loss, values = self._loss(name, inputs)
                 loss.backward()
         values = values.detach()
@@ -135,19 +135,19 @@ class TrainGraphs(ScoreGraphs):
         modules, samples = self._list_modules(tokens)
         # The eager backend records nothing: generation and scoring run the same modules, with other shapes.
         on_mismatch: Any = "eager" if settings.backend == "eager" else settings.on_mismatch
-        common_guards = [*self._training_guards, self._weights.stale_copies]
+        common_guards = [*self._training_guards, *self._weights.copy_guards]
         make_graphed_callables(
             tuple(modules), tuple(samples), pool=settings.pool, backend=settings.backend, on_mismatch=on_mismatch,
             hooks=[self._sharded.graph_hooks(module) for module in modules],
             grad_buffers=self._sharded.flat.grad_buffers, num_warmup_iters=max(1, settings.warmup),
-            guards=[[*common_guards, *self._sharded.graph_guards(module)] for module in modules],
+            guards=[[*common_guards, *self._sharded.gathers.guards_of(module)] for module in modules],
         )  # fmt: skip
 
     def _list_modules(self, tokens: int) -> tuple[list[torch.nn.Module], list[tuple[Any, ...]]]:
         """The modules to capture, and sample arguments for each."""
         scopes = self._settings.scopes
         architecture = self._model.architecture
-        cu_seqlens, *keys = self._upload(self.collate([], TokenBucket(tokens, tokens)))[4:7]
+        cu_seqlens, *keys = self._limits.collate([], TokenBucket(tokens, tokens)).to(self._device)[4:7]
         cos, sin = (torch.zeros(tokens, architecture.head_dim // 2, device=self._device) for _ in range(2))
         layout = (cos, sin, cu_seqlens, self._limits.longest(tokens), PackedKeys(*keys))
 
@@ -176,10 +176,6 @@ class TrainGraphs(ScoreGraphs):
         return modules, samples
 
     # -- what runs inside the graphs ---------------------------------------------------------------
-
-    def _gather_head(self, head: Tensor) -> None:
-        if head.requires_grad:  # otherwise it is part of a frozen base, which is sharded only inside layers
-            self._sharded.ensure_gathered([head])
 
     def _loss(self, name: str, inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """The loss of a microbatch, and one tensor of values: three for the agreement, then the loss's metrics."""

@@ -16,6 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from rollgraph.graph.hooks import Guard
 from rollgraph.model.lora import Adapters, frozen_tensors, make_lora_a_copier
 from rollgraph.parallel.data.sharded_model import ShardedModel
 from rollgraph.parallel.fsdp.layout import FrozenParts
@@ -155,7 +156,7 @@ class WeightSlots:
                 for index in range(len(self._slots[name])):
                     self._swap(name, index)
                     swapped = index + 1
-            self._model.after_swap()
+            self._model.gathers.after_writing()
             self._model.refresh_full_parameters()
             self.current = name
             self._model.swapped_in = name
@@ -164,7 +165,7 @@ class WeightSlots:
             with self._copies(name):
                 for index in range(swapped):
                     self._swap(name, index)
-            self._model.after_swap()
+            self._model.gathers.after_writing()
             self.current = POLICY
             self._model.swapped_in = None
             if before is not None and self.checksum() != before:
@@ -220,17 +221,20 @@ SHARDED_BASE = FrozenParts(frozen_tensors, make_lora_a_copier)  # the frozen ten
 
 
 class AdaptedWeights:
-    """The weights that a worker computes with: slots, plus adapters switched on or off. Implements `PhaseActions`."""
+    """The weights that a worker computes with: slots, plus adapters switched on or off."""
 
     def __init__(self, adapters: Adapters | None, sharded: ShardedModel, slots: WeightSlots) -> None:
         self._adapters = adapters
         self._sharded = sharded
         self._slots = slots
         self._base: str | None = None  # the name under which the base scores, if it has one
+        self.copy_guards: list[Guard] = []  # of graphs whose parameters a hook gathers: only copies of A can be stale
         if adapters is not None and sharded.shards_parameters:
             adapters.leave_copies_to_gathers()
         elif adapters is not None:
             adapters.watch([bucket.parameters for bucket in sharded.flat.buckets])
+            self.copy_guards.append(adapters.stale)
+        self.guards: list[Guard] = [sharded.gathers.stale, *self.copy_guards]  # of all other graphs
 
     def __contains__(self, name: str) -> bool:
         return name == self._base or name in self._slots
@@ -266,16 +270,6 @@ class AdaptedWeights:
             self._sharded.gather()
             self._adapters.refresh()
 
-    # -- guards ------------------------------------------------------------------------------------
-
-    def stale(self) -> str | None:
-        """A guard of every graph: the weights are older than the last optimizer step."""
-        return self._sharded.stale() or self.stale_copies()
-
-    def stale_copies(self) -> str | None:
-        """A guard of graphs whose parameters are gathered by a hook: only the copies of A can be out of date."""
-        return None if self._adapters is None else self._adapters.stale()
-
     def not_the_policy(self) -> str | None:
         """A guard of training: the weights in the model are not the policy's."""
         if self._slots.current != POLICY:
@@ -284,14 +278,9 @@ class AdaptedWeights:
             return "the adapters are switched off"
         return None
 
-    # -- actions of the phase machine --------------------------------------------------------------
-
     @contextmanager
-    def paused(self, gather: bool) -> Iterator[None]:
-        with self._sharded.paused(gather):
-            if gather:
-                self.refresh()
+    def gathered_and_paused(self) -> Iterator[None]:
+        """Gather the full parameters and copy A; run no hooks inside."""
+        with self._sharded.paused(gather=True):
+            self.refresh()
             yield
-
-    def drop_gradients(self) -> None:
-        self._sharded.drop_gradients()

@@ -187,8 +187,8 @@ class PolicyWorker:
         self.optimizer = ShardedAdamW(self.sharded, **optimizer)
         self.weights = WeightSlots(self.sharded, verify=verify_weights)
         self.adapted = AdaptedWeights(model.adapters, self.sharded, self.weights)
-        self.memory = PhaseMemory(self.sharded)
-        self.phases = Phases(self.adapted, self.memory.enter)
+        self.memory = PhaseMemory(self.sharded.gradients, self.sharded.gathers.invalidate_full_parameters)
+        self.phases = Phases(self.adapted.gathered_and_paused, self.sharded.gradients.drop, self.memory.enter)
         self.pool = GraphPool()
         self.pool.leave_unsaved(self.sharded.flat.gradient_memory)  # it holds zeros before and after every capture
         self.engine: Engine | None = None
@@ -236,7 +236,7 @@ class PolicyWorker:
         whether `logprobs_and_entropies` will be called.
         """
         progress = on_progress or (lambda phase, part, done, total: None)
-        self.sharded.raise_if_unfinished()
+        self.sharded.gradients.raise_if_unfinished()
         free = self._free_bytes() if self._on_gpu else 0
         whole_logits = self.limits.keeps_logits(self.model.architecture.vocabulary, free)  # before the cache exists
         self._choose_gemm_algos(whole_logits, generates, partial(progress, "probe"))
@@ -313,7 +313,7 @@ class PolicyWorker:
             exact=False,  # GEMM algorithms are chosen already
             pool=self.pool,
             backend=self.backend_name,
-            guards=[self.adapted.stale, self.memory.cache_is_gone],
+            guards=[*self.adapted.guards, self.memory.cache_is_gone],
         )
 
     @property
@@ -450,19 +450,19 @@ class PolicyWorker:
         self.adapted.refresh()
         if self._dropout:  # a mask depends only on the update and the rank, so a resumed run repeats it
             torch.manual_seed(self.optimizer.steps * self.world.size + self.world.rank)
-        microbatches = self._train_graphs.plan(samples)
+        microbatches = self.limits.plan(samples, self._train_graphs.buckets)
         if self.world.size > 1:  # every rank runs equally many, because all take part in each collective
             counts = self.sharded.collectives.all_gather_text(str(len(microbatches)))
             missing = max(int(count) for count in counts) - len(microbatches)
             microbatches += [([], self._train_graphs.buckets[0])] * missing  # all buckets have as many tokens
         for number, (indices, bucket) in enumerate(microbatches, 1):
-            arrays = self._train_graphs.collate([samples[index] for index in indices], bucket)
+            arrays = self.limits.collate([samples[index] for index in indices], bucket)
             agreement, metrics = self._train_graphs.train(loss, arrays, last=number == len(microbatches))
             totals.add_microbatch(agreement, metrics, arrays.used_tokens, bucket.tokens, len(indices))
             report(totals.samples)
-        self.sharded.finish_gradients(average=False)
+        self.sharded.gradients.finish(average=False)
         if self._clip_norm is not None:
-            totals.grad_norms.append(self.sharded.clip_gradients(self._clip_norm))
+            totals.grad_norms.append(self.sharded.gradients.clip(self._clip_norm))
         self.optimizer.step()
         totals.updates += 1
 

@@ -155,7 +155,7 @@ class WarmWorker:
 
 def _close_abandoned(policy: PolicyWorker) -> None:
     """Close a policy without waiting for its other ranks, which may be gone."""
-    policy.sharded.abandon()
+    policy.sharded.gathers.abandon()
     policy.close()
 
 

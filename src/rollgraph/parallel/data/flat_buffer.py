@@ -2,7 +2,7 @@
 
 Owns the memory. A rank keeps all parameters of a bucket or, with sharded parameters, its shard; then
 `parallel/fsdp/layout.py` has the layout. Loading weights and restoring a snapshot copy into the same memory. Knows
-nothing about communication or hooks: code that changes the contents in the background sets the `before_...` callbacks.
+nothing about communication or hooks: code that changes the contents in the background passes callbacks.
 """
 
 from __future__ import annotations
@@ -57,11 +57,16 @@ Snapshot = tuple[Tensor, ...]  # the resident parameters of each bucket
 ResidentParts = dict[str, tuple[int, Tensor]]
 
 
+def _do_nothing() -> None:
+    pass
+
+
 class FlatBuckets:
     """The buckets of a model. Creating them moves the model's parameters into them, once and for all.
 
     With a `RingPlan`, this rank keeps shards, and a parameter has its values only while its slot holds its unit. The
-    same is true of the `frozen` tensors of layers, which are in separate buckets.
+    same is true of the `frozen` tensors of layers, which are in separate buckets. The callbacks are called before or
+    after the weights are read or written, and before the gradients are zeroed.
     """
 
     def __init__(
@@ -72,8 +77,12 @@ class FlatBuckets:
         grad_dtype: torch.dtype = torch.float32,
         rank: int = 0,
         frozen: FrozenTensors = MappingProxyType({}),
+        before_reading: Callable[[], None] = _do_nothing,
+        before_writing: Callable[[], None] = _do_nothing,
+        after_writing: Callable[[], None] = _do_nothing,
+        before_zeroing: Callable[[], None] = _do_nothing,
     ) -> None:
-        self._model = model
+        self.model = model
         self._rank = rank
         by_name = dict(model.named_parameters(remove_duplicate=False))
         _check_plan(plan.buckets if isinstance(plan, RingPlan) else plan, specs_of(model))
@@ -87,11 +96,10 @@ class FlatBuckets:
             self.buckets, self.frozen_buckets, self.gradient_memory = _make_ring(plan, grad_dtype, device, rank)
         else:
             self.buckets, self.gradient_memory = _make_buckets(plan, grad_dtype, device)
-        # Called before the contents are read, written or zeroed.
-        self.before_reading: Callable[[], None] = _do_nothing
-        self.before_writing: Callable[[], None] = _do_nothing
-        self.after_writing: Callable[[], None] = _do_nothing  # called after the contents were written
-        self.before_zeroing: Callable[[], None] = _do_nothing
+        self._before_reading = before_reading
+        self._before_writing = before_writing
+        self._after_writing = after_writing
+        self._before_zeroing = before_zeroing
         self._views: dict[str, tuple[Tensor, Tensor]] = {}  # first name -> parameter, its view of the buffer
         self.grad_buffers: dict[Tensor, Tensor] = {}  # parameter -> its view of the gradients, for the graphs
         for bucket, slot in self._slots():
@@ -135,7 +143,7 @@ class FlatBuckets:
 
     def check(self) -> None:
         """Raise if a parameter was moved to other memory or replaced by another parameter."""
-        by_name = dict(self._model.named_parameters(remove_duplicate=False))
+        by_name = dict(self.model.named_parameters(remove_duplicate=False))
         for _, slot in self._slots():
             parameter, _ = self._views[slot.parameter.name]
             for name in slot.parameter.names:
@@ -153,7 +161,7 @@ class FlatBuckets:
                 )
 
     def zero_gradients(self) -> None:
-        self.before_zeroing()
+        self._before_zeroing()
         self.gradient_memory.zero_()
 
     # -- weights -----------------------------------------------------------------------------------
@@ -161,9 +169,9 @@ class FlatBuckets:
     def fill(self, write: Callable[[ResidentParts], None]) -> None:
         """Let `write` fill the resident memory of this rank. All ranks do this, each with its own parts."""
         self.check_memory()
-        self.before_writing()
+        self._before_writing()
         write(self._resident_parts())
-        self.after_writing()
+        self._after_writing()
 
     def _resident_parts(self) -> ResidentParts:
         parts: ResidentParts = {}
@@ -181,12 +189,12 @@ class FlatBuckets:
         """Copy weights by name into the buffers. Nothing changes unless all of them fit."""
         self._check_weights(weights)
         self.check_memory()
-        self.before_writing()
+        self._before_writing()
         for bucket, slot in self._slots():
             names = [name for name in slot.parameter.names if name in weights]
             _, view = self._views[slot.parameter.name]
             self._store(bucket, slot, view, weights[names[0]])
-        self.after_writing()
+        self._after_writing()
 
     def _check_weights(self, weights: Mapping[str, Tensor]) -> None:
         known: dict[str, ParameterSpec] = {}
@@ -212,7 +220,7 @@ class FlatBuckets:
     def snapshot(self) -> Snapshot:
         """A copy of this rank's resident parameters."""
         self.check_memory()
-        self.before_reading()
+        self._before_reading()
         return tuple(bucket.resident.clone() for bucket in self.buckets)
 
     def restore(self, snapshot: Snapshot) -> None:
@@ -222,14 +230,10 @@ class FlatBuckets:
         if layout != expected:
             raise ValueError("the snapshot belongs to another model or plan")
         self.check_memory()
-        self.before_writing()
+        self._before_writing()
         for bucket, saved in zip(self.buckets, snapshot, strict=True):
             bucket.resident.copy_(saved)
-        self.after_writing()
-
-
-def _do_nothing() -> None:
-    pass
+        self._after_writing()
 
 
 def _make_buckets(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
+from rollgraph.graph.hooks import Guard
 from rollgraph.parallel.data.collectives import Collectives, CommunicationError, PendingCollective
 from rollgraph.parallel.data.flat_buffer import Bucket
 from rollgraph.parallel.ranks.world import World
@@ -104,7 +106,7 @@ class BucketSync:
             pending.complete()
             self._reduced = True
         if self.reduction_started and not self._reduced:
-            raise CommunicationError(f"the reduce-scatter of {self.name} failed earlier: call drop_gradients() first")
+            raise CommunicationError(f"the reduce-scatter of {self.name} failed earlier: call gradients.drop() first")
 
     def discard_reduction(self) -> None:
         """Wait for the reduction in flight and ignore its result."""
@@ -133,7 +135,12 @@ _PREFETCH = 2  # how many buckets to gather ahead
 
 
 class ParameterGathers:
-    """The gathers of all buckets. `buckets` is in the order of a backward."""
+    """The gathers of all buckets. `buckets` is in the order of a backward.
+
+    The model itself has the full parameters, so the methods of `Gathers` that are about others do nothing.
+    """
+
+    joins_abort_first = False
 
     def __init__(self, buckets: Sequence[BucketSync]) -> None:
         self._buckets = buckets
@@ -141,6 +148,10 @@ class ParameterGathers:
         self.bucket_of: dict[Tensor, BucketSync] = {}
         for bucket in buckets:
             self.bucket_of |= dict.fromkeys(bucket.parameters, bucket)
+
+    @property
+    def managed(self) -> Mapping[Tensor, Any]:
+        return self.bucket_of
 
     def start(self) -> None:
         """Start the gathers of all stale buckets."""
@@ -164,16 +175,18 @@ class ParameterGathers:
         for index in needed:
             self._buckets[index].wait_for_gather()
 
-    def after_update(self, trained: Iterable[BucketSync]) -> None:
-        """The optimizer has written the shards of these buckets."""
+    def enter(self, parameters: Sequence[Tensor], direction: int) -> None:
+        self.ensure_gathered(parameters)
+
+    def after_update(self, trained: Sequence[BucketSync], ahead: bool) -> bool:
+        """The optimizer has written the shards of these buckets. If `ahead`, start the first gathers of a forward."""
         for bucket in trained:
             bucket.after_update()
             increment_version(bucket.parameters)  # the backward of an earlier forward must raise
-
-    def prefetch(self) -> None:
-        """Start the first gathers of the next forward."""
-        for bucket in self._forward_order[:_PREFETCH]:
-            bucket.start_gather()
+        if ahead:
+            for bucket in self._forward_order[:_PREFETCH]:
+                bucket.start_gather()
+        return ahead
 
     def stale(self) -> str | None:
         """Why the parameters must not be read now; None if they may."""
@@ -188,3 +201,31 @@ class ParameterGathers:
             reason = self.bucket_of[parameter].stale
             if reason is not None:
                 raise StaleWeights(f"{reason}: call gather() first")
+
+    def guards_of(self, module: nn.Module) -> list[Guard]:
+        return []
+
+    def abandon(self) -> None:
+        """Forget the collectives in flight, without waiting for them."""
+        for bucket in self._buckets:
+            bucket.abandon()
+
+    # -- full parameters: those of the model itself ------------------------------------------------
+
+    def make_full_model(self, model: nn.Module, allocate: Callable[..., Tensor]) -> nn.Module:
+        return model
+
+    def refresh_full(self) -> None:
+        pass
+
+    def after_writing(self) -> None:
+        pass
+
+    def update_shards(self) -> None:
+        pass
+
+    def invalidate_full_parameters(self) -> None:
+        pass
+
+    def refuse_state_dict(self, instead: str) -> None:
+        pass

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from rollgraph.graph.hooks import GraphHooks, Moment
+from rollgraph.parallel.data.reductions import GradientReductions
+from rollgraph.parallel.fsdp.full_parameters import Gathers
 from rollgraph.parallel.fsdp.ring import BACKWARD, FORWARD
 
 # -- a set of hooks --------------------------------------------------------------------------------
@@ -190,13 +192,13 @@ def _named(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
 
 
 class HookActions(Protocol):
-    """The methods that hooks call; `ShardedModel` implements them."""
+    """What hooks call; `ShardedModel` implements it."""
+
+    gathers: Gathers
+    gradients: GradientReductions
 
     def ensure_gathered(self, parameters: Sequence[Tensor]) -> None: ...
     def enter_unit(self, parameters: Sequence[Tensor], direction: int) -> None: ...
-    def accumulate_gradient(self, parameter: Tensor) -> None: ...
-    def gradient_arrived(self, parameter: Tensor) -> None: ...
-    def raise_if_stale(self, parameters: Sequence[Tensor]) -> None: ...
     def before_state_dict(self) -> None: ...
     def before_load_state_dict(self) -> None: ...
 
@@ -208,15 +210,13 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 class ModelHooks:
-    """The hooks on `model` for its `managed` tensors, which are gathered. `units` are the layers of a ring, if any."""
+    """The hooks on `model` for the tensors that are gathered. `units` are the layers of a ring, if any."""
 
-    def __init__(
-        self, model: nn.Module, managed: Mapping[Tensor, Any], actions: HookActions, units: Sequence[nn.Module] = ()
-    ) -> None:
+    def __init__(self, model: nn.Module, actions: HookActions, units: Sequence[nn.Module] = ()) -> None:
         self._model = model
-        self._managed = managed
+        self._managed = actions.gathers.managed
         self._actions = actions
-        self._units = {unit: [p for p in unit.parameters() if p in managed] for unit in units}
+        self._units = {unit: [p for p in unit.parameters() if p in self._managed] for unit in units}
         self.hooks = HookSet(model, self._choose_hooks)
         self._guards = HookSet(model, self._choose_guards)  # never paused: they only check
         before_state_dict = InertWhenCopied(lambda module, prefix, keep_vars: actions.before_state_dict())
@@ -228,9 +228,8 @@ class ModelHooks:
             model.register_forward_pre_hook(before_forward, prepend=True),
         ]
         self._tree: ModuleTreeKey | None = None
-        if (
-            units
-        ):  # PyTorch warns of backward hooks where no input needs a gradient, as in a first layer; they run anyway
+        if units:
+            # PyTorch warns of backward hooks where no input needs a gradient, as in a first layer; they run anyway.
             warnings.filterwarnings("ignore", message="Full backward hook is firing", category=UserWarning)
         self.hooks.enable()
         self.cover_module_tree()
@@ -269,7 +268,7 @@ class ModelHooks:
             # During a capture, other tensors temporarily replace the module's, so fall back on those from above.
             self._actions.ensure_gathered(self._managed_tensors(module) or tensors)
 
-        return {"forward_pre": gather, "gradient": self._actions.accumulate_gradient}
+        return {"forward_pre": gather, "gradient": self._actions.gradients.accumulate}
 
     def _hooks_of_unit(self, parameters: Sequence[Tensor]) -> dict[Any, Callable[..., Any]]:
         def before_forward(module: nn.Module, args: Any) -> None:
@@ -281,7 +280,7 @@ class ModelHooks:
         return {
             "forward_pre": before_forward,
             "backward_pre": before_backward,
-            "gradient": self._actions.accumulate_gradient,
+            "gradient": self._actions.gradients.accumulate,
         }
 
     def _choose_guards(self, name: str, module: nn.Module) -> dict[Any, Callable[..., Any]]:
@@ -291,11 +290,11 @@ class ModelHooks:
 
         def check(module: nn.Module, args: Any) -> None:
             if module not in self.hooks:  # otherwise its hook gathers, before or after this check
-                self._actions.raise_if_stale(self._managed_tensors(module) or tensors)
+                self._actions.gathers.raise_if_stale(self._managed_tensors(module) or tensors)
 
         def check_unit(module: nn.Module, args: Any) -> None:
             if module not in self.hooks:
-                self._actions.raise_if_stale(self._units[module])
+                self._actions.gathers.raise_if_stale(self._units[module])
 
         if module in self._units:
             return {"forward_pre": check_unit, "backward_pre": check_unit}
@@ -313,7 +312,7 @@ class ModelHooks:
         def reduce(target: Any) -> None:
             for tensor in tensors:
                 if tensor.requires_grad:
-                    self._actions.gradient_arrived(tensor)
+                    self._actions.gradients.mark_arrived(tensor)
 
         always: tuple[Moment, ...] = ("warmup", "capture", "replay")
         moments: dict[str, tuple[Moment, ...]] = {"pre_forward": always, "post_backward": ("replay",)}

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from rollgraph.parallel.data.bucket_plan import CHUNK
 from rollgraph.parallel.data.collectives import Collectives
@@ -55,6 +55,7 @@ class GradientReductions:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
+        """Inside, gradients are accumulated, but not reduced."""
         before = self._synchronize
         self._synchronize = False
         try:
@@ -92,7 +93,10 @@ class GradientReductions:
             self._reduce_complete_buckets()
 
     def expect_all(self) -> None:
-        """A graph is about to add gradients of all parameters to the flat buffer, without calls of `mark_arrived`."""
+        """Call this before a graph of a whole step adds gradients of all parameters to the flat buffer.
+
+        It replaces the calls of `mark_arrived`.
+        """
         self.join_abort()
         self.raise_if_lent()
         self._unfinished = True
@@ -117,18 +121,22 @@ class GradientReductions:
         if bucket.reduction_started:
             raise RuntimeError(
                 f"a gradient of {bucket.name} arrived after its reduction had started: run all microbatches but the "
-                "last inside no_sync(), then call finish_gradients() and the optimizer's step"
+                "last inside gradients.no_sync(), then call gradients.finish() and the optimizer's step"
             )
 
     # -- the end of a step -------------------------------------------------------------------------
 
-    def finish(self, model: nn.Module, tokens: Tensor | None, average: bool) -> None:
+    def finish(self, *, tokens: Tensor | None = None, average: bool = True) -> None:
+        """Reduce the remaining gradients, wait, and average over ranks or, if given, over the `tokens` of all ranks.
+
+        Without `average` the gradients stay sums, for a loss whose weights add up over all ranks.
+        """
         self.join_abort()
         self.raise_if_lent()
         if self._finished:
-            raise RuntimeError("the gradients are finished already: call the optimizer's step or drop_gradients() next")
+            raise RuntimeError("the gradients are finished already: call the optimizer's step or gradients.drop() next")
         self._flat.check_memory()
-        self._check_all_known(model)
+        self._check_all_known()
         self._collect_missed()
         try:
             self._reduce_remaining()
@@ -162,7 +170,7 @@ class GradientReductions:
         self.raise_if_lent()
         if self._unfinished or any(parameter.grad is not None for parameter in self._flat.grad_buffers):
             raise RuntimeError(
-                "there are gradients that were not reduced over the ranks: call finish_gradients() first"
+                "there are gradients that were not reduced over the ranks: call gradients.finish() first"
             )
 
     def before_zeroing(self) -> None:
@@ -181,10 +189,10 @@ class GradientReductions:
                 if self._synchronize:
                     self._arrived.add(parameter)
 
-    def _check_all_known(self, model: nn.Module) -> None:
+    def _check_all_known(self) -> None:
         """Raise if a parameter was added or unfrozen later: it has no gradient buffer, and the ranks would diverge."""
         known = self._flat.grad_buffers
-        unknown = [name for name, p in model.named_parameters() if p.requires_grad and p not in known]
+        unknown = [name for name, p in self._flat.model.named_parameters() if p.requires_grad and p not in known]
         if unknown:
             raise RuntimeError(
                 f"{', '.join(unknown[:3])} requires grad but did not when the ShardedModel was created, so its "
@@ -206,7 +214,12 @@ class GradientReductions:
         return self._aborts is not None and self._aborts.aborted
 
     def drop(self) -> None:
-        """Drop the gradients of this step. Does not wait for other ranks: `join_abort` does."""
+        """Drop the gradients of a step that will not be finished, for example after an exception.
+
+        This does not wait for other ranks. The next collective of this rank waits until all ranks have dropped the same
+        step (`join_abort`); ranks that call `finish()` instead raise `StepAborted`. A second call before anything else
+        refers to the same step.
+        """
         for parameter in self._flat.grad_buffers:
             parameter.grad = None
         if self._aborts is None:
@@ -262,7 +275,7 @@ class GradientReductions:
         return self._unfinished or self._finished or started or self.aborted
 
     def lend(self) -> None:
-        """Lend the memory of the gradients for another use, until `take_back`."""
+        """Lend `flat.gradient_memory` for another use. Until `take_back`, every use of gradients raises."""
         if self.has_pending:
             raise RuntimeError("there are gradients that the optimizer has not used: they would be overwritten")
         self._lent = True
@@ -290,6 +303,7 @@ class GradientReductions:
         return [bucket.bucket.gradient_shard(self._world.rank) for bucket in self.buckets]
 
     def norm(self) -> Tensor:
+        """The global gradient norm, over all ranks, after `finish()`."""
         parts = self.shards() if self._tensor is None else self._counted_parts(self._tensor)
         nothing = torch.zeros((), dtype=torch.float64, device=self._flat.gradient_memory.device)
         squares = torch.stack([_sum_of_squares(part) for part in parts] or [nothing]).sum()
@@ -307,6 +321,7 @@ class GradientReductions:
         return parts
 
     def clip(self, max_norm: float) -> Tensor:
+        """Scale the gradients so that their norm is at most `max_norm`. Returns the norm before clipping."""
         norm = self.norm()
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         for shard in self.shards():

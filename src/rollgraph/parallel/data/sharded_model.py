@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain, zip_longest
 from typing import Any, Literal
@@ -24,7 +24,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from rollgraph.graph.hooks import GraphHooks, Guard
+from rollgraph.graph.hooks import GraphHooks
 from rollgraph.parallel.data.bucket_plan import (
     BUCKET_BYTES,
     MemoryPlan,
@@ -37,15 +37,14 @@ from rollgraph.parallel.data.bucket_plan import (
 )
 from rollgraph.parallel.data.collectives import Collectives, Reduction
 from rollgraph.parallel.data.flat_buffer import FlatBuckets
-from rollgraph.parallel.data.gathers import BucketSync, StaleWeights
+from rollgraph.parallel.data.gathers import BucketSync, ParameterGathers, StaleWeights
 from rollgraph.parallel.data.hooks import HookSet, ModelHooks, is_sharded
 from rollgraph.parallel.data.reductions import GradientReductions
 from rollgraph.parallel.data.together import StepAborts
 from rollgraph.parallel.fsdp.full_parameters import (
     Allocate,
-    ReplicatedParameters,
-    ShardedParameters,
-    ShardingStrategy,
+    Gathers,
+    RingGathers,
     allocate_zeros,
 )
 from rollgraph.parallel.fsdp.layout import (
@@ -99,10 +98,10 @@ class ShardedModel:
     nothing to shard, and the layout is that of "optimizer".
 
     Call the model itself as before. A step consists of forward and backward of each microbatch (all but the last one
-    inside `no_sync()`), `finish_gradients()`, and the optimizer's step. `order` names the parameters in the order in
-    which a forward reaches them (see `execution_order`); the default is the order of registration. `collectives`
-    replaces those of the world's process group. `tensor` is this rank's tensor parallel group; `world` then consists of
-    the ranks with the same tensor parallel shards.
+    inside `gradients.no_sync()`), `gradients.finish()`, and the optimizer's step. `order` names the parameters in the
+    order in which a forward reaches them (see `execution_order`); the default is the order of registration.
+    `collectives` replaces those of the world's process group. `tensor` is this rank's tensor parallel group; `world`
+    then consists of the ranks with the same tensor parallel shards.
     """
 
     def __init__(
@@ -160,35 +159,46 @@ class ShardedModel:
 
         plan = self._ring_plan or plan_buckets(specs, ranks=world.size, bucket_bytes=bucket_bytes)
         all_frozen = {name: tensors for of_unit in frozen_by_unit for name, tensors in of_unit.items()}
-        self.flat = FlatBuckets(model, plan, grad_dtype=grad_dtype, rank=world.rank, frozen=all_frozen)
+        self.flat = FlatBuckets(
+            model,
+            plan,
+            grad_dtype=grad_dtype,
+            rank=world.rank,
+            frozen=all_frozen,
+            before_reading=self._before_reading,
+            before_writing=self.wait_for_gathers,
+            after_writing=lambda: self.gathers.after_writing(),
+            before_zeroing=lambda: self.gradients.before_zeroing(),
+        )
         self.shards_parameters = self._ring_plan is not None
-        self._parameters: ShardingStrategy
-        self._gradients: GradientReductions
+        self.gathers: Gathers
+        self.gradients: GradientReductions
         if self._ring_plan is None:
             buckets = [
                 BucketSync(index, bucket, self.flat.parameters_of(bucket), world, self.collectives)
                 for index, bucket in enumerate(self.flat.buckets)
             ]
             trained = [bucket for bucket in buckets if bucket.bucket.plan.trainable]
-            replicated = ReplicatedParameters(model, buckets)
-            self._parameters = replicated
-            self._gradients = GradientReductions(
-                self.flat, trained, replicated.gathers, world, self.collectives, overlap=overlap_reduce, aborts=aborts,
+            gathers = ParameterGathers(buckets)
+            self.gathers = gathers
+            self.gradients = GradientReductions(
+                self.flat, trained, gathers, world, self.collectives, overlap=overlap_reduce, aborts=aborts,
                 tensor=tensor,
             )  # fmt: skip
-            self.flat.before_reading = lambda: self.require_full_parameters("raise")
         else:
             overlap = (overlap_gather, overlap_reduce)
             refreshes = [] if frozen is None else [frozen.refresh(unit) for unit in units]
             ring = Ring(self._ring_plan, self.flat, world, self.collectives, overlap, frozen_by_unit, refreshes)
-            self._parameters = ShardedParameters(model, ring, world, self.collectives, units, frozen)
-            self._gradients = RingReductions(self.flat, ring, world, self.collectives, aborts)
-            self.flat.after_writing = ring.after_writing
-        self.collectives.before_starting = self._gradients.join_abort
+            self.gathers = RingGathers(ring, world, self.collectives, units, frozen)
+            self.gradients = RingReductions(self.flat, ring, world, self.collectives, aborts)
+        self.collectives.before_starting = self.gradients.join_abort
         self.collectives.before_blocking = self._before_blocking
-        self.flat.before_writing = self.wait_for_gathers
-        self.flat.before_zeroing = self._gradients.before_zeroing
-        self._model_hooks = ModelHooks(model, self._parameters.managed, self, units)
+        self._model_hooks = ModelHooks(model, self, units)
+
+    def _before_reading(self) -> None:
+        """The resident parameters are about to be read: replicated ones must be up to date, shards always are."""
+        if not self.shards_parameters:
+            self.require_full_parameters("raise")
 
     def _make_aborts(self) -> StepAborts | None:
         name = self._check_same_model()
@@ -200,14 +210,10 @@ class ShardedModel:
         Collectives in flight are forgotten. All memory stays where it is, so graphs stay valid, but a step may have
         changed only parts of it: load a checkpoint next.
         """
-        self.abandon()
+        self.gathers.abandon()
         self.collectives.rejoin(world)
         self.world = world
-        self._gradients.rejoin(self._make_aborts)
-
-    def abandon(self) -> None:
-        """Forget the collectives in flight after ranks were lost: nothing waits for them any more."""
-        self._parameters.abandon()
+        self.gradients.rejoin(self._make_aborts)
 
     @property
     def hooks(self) -> HookSet:
@@ -222,7 +228,7 @@ class ShardedModel:
 
     def close(self) -> None:
         """Wait for collectives in flight, unless a step was aborted (other ranks may be gone), and remove all hooks."""
-        if not self._gradients.aborted:
+        if not self.gradients.aborted:
             self._before_blocking()
             self.wait_for_gathers()
         self._model_hooks.remove()
@@ -233,42 +239,35 @@ class ShardedModel:
         """Bring the full parameters up to date with the last optimizer step."""
         self._before_blocking()
         self.wait_for_gathers()
-        self._parameters.refresh_full()
+        self.gathers.refresh_full()
 
     def _before_blocking(self) -> None:
         """Start the collectives that precede one in which all ranks wait for each other."""
-        self._gradients.join_abort()
-        self._parameters.start()
+        self.gradients.join_abort()
+        self.gathers.start()
 
     def wait_for_gathers(self) -> None:
         """Call this before parameters are written: a gather in flight would overwrite them."""
-        if self._parameters.joins_abort_first:
-            self._gradients.join_abort()
-        self._parameters.wait()
+        if self.gathers.joins_abort_first:
+            self.gradients.join_abort()
+        self.gathers.wait()
 
     def ensure_gathered(self, parameters: Sequence[Tensor]) -> None:
         """Call this before reading a parameter directly. For modules, a hook does."""
-        self._gradients.join_abort()
-        self._parameters.ensure_gathered(parameters)
+        self.gradients.join_abort()
+        self.gathers.ensure_gathered(parameters)
 
     def enter_unit(self, parameters: Sequence[Tensor], direction: int) -> None:
         """Gather the layer, or part of a layer, with these parameters, which is about to run forward or backward."""
-        self._gradients.join_abort()
-        self._parameters.enter(parameters, direction)
-
-    def stale(self) -> str | None:
-        """Why parameters must not be read now; None if they may. As a guard of graphs, it also works in a pause."""
-        return self._parameters.stale()
-
-    def raise_if_stale(self, parameters: Sequence[Tensor]) -> None:
-        self._parameters.raise_if_stale(parameters)
+        self.gradients.join_abort()
+        self.gathers.enter(parameters, direction)
 
     def require_full_parameters(self, if_stale: Literal["raise", "gather"]) -> None:
         """Call this before reading all parameters, for generation, scoring, export or a checkpoint."""
         if if_stale == "gather":
             self.gather()
             return
-        reason = self.stale()
+        reason = self.gathers.stale()
         if reason is not None:
             raise StaleWeights(f"{reason}: call gather() first")
 
@@ -277,7 +276,7 @@ class ShardedModel:
 
         This is the model itself or, with sharded parameters, a copy whose layers are unsharded.
         """
-        return self._parameters.make_full_model(allocate)
+        return self.gathers.make_full_model(self.model, allocate)
 
     def refresh_full_parameters(self) -> None:
         """Bring the full parameters up to date, if parameters are sharded."""
@@ -291,30 +290,25 @@ class ShardedModel:
         try:
             yield
         except BaseException:
-            self.invalidate_full_parameters()
+            self.gathers.invalidate_full_parameters()
             raise
         self.wait_for_gathers()
-        self._parameters.update_shards()
-
-    def invalidate_full_parameters(self) -> None:
-        """Call this before the memory of the full parameters is reused. The next `gather()` fills it again."""
-        self._parameters.invalidate_full_parameters()
+        self.gathers.update_shards()
 
     def before_swap(self) -> None:
-        """Call this on all ranks before the `resident` parameters of each bucket are swapped for other weights."""
+        """Call this on all ranks before the `resident` parameters of each bucket are swapped for other weights.
+
+        Afterwards, call `gathers.after_writing()` on all ranks.
+        """
         self._before_blocking()
         self.wait_for_gathers()
 
-    def after_swap(self) -> None:
-        """Call this on all ranks after the swap: shards have to be gathered again."""
-        self._parameters.after_swap()
-
     def before_state_dict(self) -> None:
-        self._parameters.refuse_state_dict("and take its state_dict()")
+        self.gathers.refuse_state_dict("and take its state_dict()")
         self.require_full_parameters("raise")
 
     def before_load_state_dict(self) -> None:
-        self._parameters.refuse_state_dict("or use flat.load()")
+        self.gathers.refuse_state_dict("or use flat.load()")
         self.wait_for_gathers()
 
     @contextmanager
@@ -343,71 +337,10 @@ class ShardedModel:
 
     def after_update(self) -> None:
         """The optimizer has written the shards of all trained buckets, after `before_update()`."""
-        if not self._parameters.after_update(self._gradients.buckets, ahead=self._overlap_gather):
+        if not self.gathers.after_update(self.gradients.buckets, ahead=self._overlap_gather):
             self.gather()
 
-    # -- gradients ---------------------------------------------------------------------------------
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Inside, gradients are accumulated, but not reduced."""
-        return self._gradients.no_sync()
-
-    def accumulate_gradient(self, parameter: Tensor) -> None:
-        """Called by a hook: autograd has left a gradient in `parameter.grad`."""
-        self._gradients.accumulate(parameter)
-
-    def gradient_arrived(self, parameter: Tensor) -> None:
-        """Called after a replay: a graph has added a gradient to the flat buffer."""
-        self._gradients.mark_arrived(parameter)
-
-    def expect_gradients(self) -> None:
-        """Call this before a graph of a whole step adds gradients of all parameters to the flat buffer."""
-        self._gradients.expect_all()
-
-    def finish_gradients(self, *, tokens: Tensor | None = None, average: bool = True) -> None:
-        """Reduce the remaining gradients, wait, and average over ranks or, if given, over the `tokens` of all ranks.
-
-        Without `average` the gradients stay sums, for a loss whose weights add up over all ranks.
-        """
-        self._gradients.finish(self.model, tokens, average)
-
-    def raise_if_unfinished(self) -> None:
-        """Raise if there are gradients that were not reduced: a step with them would make the ranks diverge."""
-        self._gradients.raise_if_unfinished()
-
-    def drop_gradients(self) -> None:
-        """Drop the gradients of a step that will not be finished, for example after an exception.
-
-        This does not wait for other ranks. The next collective of this rank waits until all ranks have dropped the same
-        step; ranks that call `finish_gradients()` instead raise `StepAborted`. A second call before anything else
-        refers to the same step.
-        """
-        self._gradients.drop()
-
-    @property
-    def has_gradients(self) -> bool:
-        """Whether the flat buffer has gradients that the optimizer has not used yet."""
-        return self._gradients.has_pending
-
-    def lend_gradients(self) -> None:
-        """Lend `flat.gradient_memory` for another use. Until it is taken back, every use of gradients raises."""
-        self._gradients.lend()
-
-    def take_back_gradients(self) -> None:
-        """Take the memory of the gradients back, if it was lent, and zero it."""
-        self._gradients.take_back()
-
-    def gradient_shards(self) -> list[Tensor]:
-        """This rank's part of the gradients, one tensor per bucket."""
-        return self._gradients.shards()
-
-    def gradient_norm(self) -> Tensor:
-        """The global gradient norm, over all ranks, after `finish_gradients()`."""
-        return self._gradients.norm()
-
-    def clip_gradients(self, max_norm: float) -> Tensor:
-        """Scale the gradients so that their norm is at most `max_norm`. Returns the norm before clipping."""
-        return self._gradients.clip(max_norm)
+    # -- all ranks ---------------------------------------------------------------------------------
 
     def any_rank(self, flag: Tensor) -> Tensor:
         """1 if the flag is set on any rank, otherwise 0."""
@@ -444,7 +377,3 @@ class ShardedModel:
         capture are rolled back, so only replays reduce.
         """
         return self._model_hooks.graph_hooks(module)
-
-    def graph_guards(self, module: nn.Module) -> list[Guard]:
-        """Guards of a graph of `module`, for `make_graphed_callables`: they check the contents of its slot."""
-        return self._parameters.guards_of(module)

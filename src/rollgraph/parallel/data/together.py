@@ -247,7 +247,7 @@ class StepAborts:
 
     def wait_until_all_reached(self) -> None:
         """Wait until every rank has started its reductions or aborted this step."""
-        self._wait_after_abort(_REACHED, "neither started its reductions nor called drop_gradients()")
+        self._wait_after_abort(_REACHED, "neither started its reductions nor called gradients.drop()")
 
     def wait_until_all_aborted(self) -> None:
         self._wait_after_abort(_ABORTED, "did not")
@@ -267,7 +267,7 @@ class StepAborts:
 
     def _wait_after_abort(self, event: str, failure: str) -> None:
         limit = f"within {self._timeout:g} s: all ranks must abort the same step"
-        status = f"rank {self._rank} aborted a step by drop_gradients()"
+        status = f"rank {self._rank} aborted a step by gradients.drop()"
         self._wait(event, status, lambda: f"{self._name_missing(event)} {failure} {limit}")
 
     def _wait(self, event: str, status: str, explain_timeout: Callable[[], str]) -> None:

@@ -1,9 +1,9 @@
-"""Replicated or sharded parameters, and the full (unsharded) parameters that generation reads.
+"""The gathers of sharded parameters, and the full (unsharded) parameters that generation reads.
 
-`ReplicatedParameters`, as in ZeRO-2: each rank has all parameters. After an update a bucket is stale until it is
-gathered. `ShardedParameters`, as in FSDP or ZeRO-3: each rank keeps shards, and layers are gathered into a ring of
-slots. Generation, scoring and export read all parameters at once, so they use `FullParameters`, a second set of layers.
-`ShardedModel` uses either through `ShardingStrategy`.
+With replicated parameters, as in ZeRO-2, each rank has all parameters, and `ParameterGathers` gathers a bucket that is
+stale after an update. With sharded parameters, as in FSDP or ZeRO-3, each rank keeps shards, and `RingGathers` gathers
+layers into a ring of slots. Generation, scoring and export read all parameters at once, so they use `FullParameters`, a
+second set of layers. `ShardedModel` uses either through the protocol `Gathers`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from rollgraph.graph.hooks import Guard
 from rollgraph.parallel.data.collectives import Collectives
 from rollgraph.parallel.data.flat_buffer import Bucket
-from rollgraph.parallel.data.gathers import BucketSync, ParameterGathers, StaleWeights
+from rollgraph.parallel.data.gathers import BucketSync, StaleWeights
 from rollgraph.parallel.fsdp.layout import FrozenParts, views_of
 from rollgraph.parallel.fsdp.ring import BACKWARD, Ring, Unit
 from rollgraph.parallel.ranks.world import World
@@ -129,13 +129,13 @@ def _allocate(allocate: Allocate, bucket: Bucket, ring: Ring) -> Tensor:
         ) from error
 
 
-# -- replicated or sharded -------------------------------------------------------------------------
+# -- gathers ---------------------------------------------------------------------------------------
 
 _ONLY_SHARDS = "each rank has a shard of the parameters: call make_full_model() first"
 
 
-class ShardingStrategy(Protocol):
-    """What `ShardedModel` needs from either way to hold parameters."""
+class Gathers(Protocol):
+    """The gathers of a model, with replicated or with sharded parameters."""
 
     joins_abort_first: bool  # `wait` could wait for gathers that other ranks, which aborted the step, never start
 
@@ -159,110 +159,57 @@ class ShardingStrategy(Protocol):
         """Gather the layer, or part of a layer, with these parameters, which is about to run forward or backward."""
 
     def stale(self) -> str | None:
-        """Why not all parameters can be read now; None if they can."""
+        """Why not all parameters can be read now; None if they can. A guard of graphs, which also works in a pause."""
 
     def raise_if_stale(self, parameters: Sequence[Tensor]) -> None: ...
 
     def after_update(self, trained: Sequence[BucketSync], ahead: bool) -> bool:
         """The optimizer has written the shards. If `ahead`, prefetch; returns False if the caller has to gather now."""
 
-    def after_swap(self) -> None:
-        """The resident parameters of all ranks were swapped for other weights."""
+    def after_writing(self) -> None:
+        """The resident parameters of all ranks were written, or swapped for other weights."""
 
     def guards_of(self, module: nn.Module) -> list[Guard]:
-        """Guards of a graph of this module: each returns why the graph must not run now, or None."""
+        """Guards of a graph of this module, for `make_graphed_callables`: they check the contents of its slot."""
 
-    def make_full_model(self, allocate: Allocate) -> nn.Module:
+    def make_full_model(self, model: nn.Module, allocate: Allocate) -> nn.Module:
         """The model with full parameters."""
 
     def update_shards(self) -> None:
         """All ranks have written the same values to the full parameters: update the shards."""
 
     def invalidate_full_parameters(self) -> None:
-        """The memory of the full parameters, if they have their own, is used for something else."""
+        """The memory of the full parameters, if they have their own, is reused. The next gather fills it again."""
 
     def refuse_state_dict(self, instead: str) -> None:
         """Raise if the model has only shards. `instead` is advice for the error."""
 
     def abandon(self) -> None:
-        """Forget the collectives in flight, without waiting for them."""
+        """Forget the collectives in flight after ranks were lost: nothing waits for them any more."""
 
 
-class ReplicatedParameters:
-    """Every rank has all parameters."""
-
-    joins_abort_first = False
-
-    def __init__(self, model: nn.Module, buckets: Sequence[BucketSync]) -> None:
-        self._model = model
-        self._buckets = buckets
-        self.gathers = ParameterGathers(buckets)
-        self.start = self.gathers.start
-        self.wait = self.gathers.wait
-        self.ensure_gathered = self.gathers.ensure_gathered
-        self.stale = self.gathers.stale
-        self.raise_if_stale = self.gathers.raise_if_stale
-
-    @property
-    def managed(self) -> Mapping[Tensor, Any]:
-        return self.gathers.bucket_of
-
-    def refresh_full(self) -> None:
-        """Nothing to do: the model itself has the full parameters."""
-
-    def enter(self, parameters: Sequence[Tensor], direction: int) -> None:
-        self.ensure_gathered(parameters)
-
-    def after_update(self, trained: Sequence[BucketSync], ahead: bool) -> bool:
-        self.gathers.after_update(trained)
-        if ahead:
-            self.gathers.prefetch()
-        return ahead
-
-    def after_swap(self) -> None:
-        """Nothing to do: the swapped weights are the full parameters."""
-
-    def guards_of(self, module: nn.Module) -> list[Guard]:
-        return []
-
-    def make_full_model(self, allocate: Allocate) -> nn.Module:
-        return self._model
-
-    def update_shards(self) -> None:
-        """Nothing to do: there are no separate shards."""
-
-    def invalidate_full_parameters(self) -> None:
-        """Nothing to do: there is no separate memory."""
-
-    def refuse_state_dict(self, instead: str) -> None:
-        """Allowed: the model has all parameters."""
-
-    def abandon(self) -> None:
-        for bucket in self._buckets:
-            bucket.abandon()
-
-
-class ShardedParameters:
-    """Every rank keeps shards of the parameters."""
+class RingGathers:
+    """The gathers of a model of which every rank keeps only shards."""
 
     joins_abort_first = True
 
     def __init__(
         self,
-        model: nn.Module,
         ring: Ring,
         world: World,
         collectives: Collectives,
         units: Sequence[nn.Module] = (),
         parts: FrozenParts | None = None,
     ) -> None:
-        self._make_full = partial(FullParameters, model, ring, world, collectives, units=units, parts=parts)
+        self._make_full = partial(
+            FullParameters, ring=ring, world=world, collectives=collectives, units=units, parts=parts
+        )
         self._full: FullParameters | None = None
         self.ring = ring
         self.wait = ring.wait
         self.ensure_gathered = ring.ensure_parameters_gathered
         self.raise_if_stale = ring.raise_if_stale
-        self.after_swap = ring.after_writing
+        self.after_writing = ring.after_writing
         self.abandon = ring.abandon
 
     @property
@@ -297,9 +244,9 @@ class ShardedParameters:
         units = dict.fromkeys(self.ring.unit_of[tensor] for tensor in tensors)
         return [partial(self.ring.unready_reason, unit) for unit in units]
 
-    def make_full_model(self, allocate: Allocate) -> nn.Module:
+    def make_full_model(self, model: nn.Module, allocate: Allocate) -> nn.Module:
         if self._full is None:
-            self._full = self._make_full(allocate)
+            self._full = self._make_full(model, allocate=allocate)
         return self._full.model
 
     def update_shards(self) -> None:

@@ -389,7 +389,7 @@ class RingReductions(GradientReductions):
                 unit = self._ring.unit_of[parameter].name
                 raise RuntimeError(
                     f"a gradient of {unit} was computed while hooks were paused, so it was not reduced with the others "
-                    "of its layer: drop_gradients(), and run backward with the hooks on"
+                    "of its layer: gradients.drop(), and run backward with the hooks on"
                 )
 
     def _reduce_remaining(self) -> None:

@@ -129,11 +129,11 @@ class ShardedAdamW:
     # -- a step ------------------------------------------------------------------------------------
 
     def step(self, loss: Tensor | None = None) -> None:
-        """Update the shards with the gradients from finish_gradients(), and zero the gradients.
+        """Update the shards with the gradients from gradients.finish(), and zero the gradients.
 
         All ranks skip the step if a gradient, or `loss`, is not finite on any rank.
         """
-        self._model.raise_if_unfinished()
+        self._model.gradients.raise_if_unfinished()
         self._model.before_update()
         if self.schedule is not None:
             self.lr.fill_(self.base_lr * self.schedule(self.steps))
@@ -149,7 +149,7 @@ class ShardedAdamW:
     def check_finite(self, loss: Tensor | None = None) -> None:
         """Check whether any gradient of any rank is not finite. The result stays on the device."""
         found_inf = torch.zeros_like(self._found_inf)
-        shards = self._model.gradient_shards()
+        shards = self._model.gradients.shards()
         if shards:  # one pass without temporary tensors; it also multiplies by 1
             torch._amp_foreach_non_finite_check_and_unscale_(shards, found_inf, torch.ones_like(found_inf))
         if loss is not None:

@@ -15,9 +15,9 @@ from typing import Any
 from rollgraph.config import Config, ConfigError
 from rollgraph.config.fields import name_key_in_errors
 from rollgraph.parallel.ranks.world import World
-from rollgraph.rl.data.hub import TRAIN_SPLITS
+from rollgraph.rl.data.hub import TRAIN_SPLITS, read_data_rows, read_training_rows, read_validation_rows
 from rollgraph.rl.data.prompts import PromptData, as_chat
-from rollgraph.rl.data.python_objects import NO_OBJECTS, PythonObjects, read_training_rows, read_validation_rows
+from rollgraph.rl.data.python_objects import NO_OBJECTS, PythonObjects
 from rollgraph.rl.data.rows import DataError, Row, is_chat, is_text
 from rollgraph.rl.environment import Environment
 from rollgraph.tokenizer import Message, Tokenizer
@@ -380,7 +380,7 @@ def load_warm_start(
     with name_key_in_errors("warm_start.data"):
         try:
             return load_offline_data(
-                objects.read(settings.data, TRAIN_SPLITS),
+                read_data_rows(settings.data, TRAIN_SPLITS, objects),
                 tokenizer,
                 "demonstrations",
                 max_tokens=max_tokens,

@@ -1,4 +1,7 @@
-"""The Hugging Face Hub: parses ids, and downloads models and datasets into its cache on this machine."""
+"""The Hugging Face Hub: parses ids, and downloads models and datasets into its cache on this machine.
+
+At the end, the rows of a data key: of a file, of a dataset of the hub, or of a Python object.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,15 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from rollgraph.config import Config
+from rollgraph.config.fields import name_key_in_errors
 from rollgraph.errors import InvalidInput
 from rollgraph.files import read_json_object, read_text
 from rollgraph.model.weights.adapter_files import ADAPTER_WEIGHTS
 from rollgraph.model.weights.hf import INDEX, WEIGHTS
 from rollgraph.model.weights.peft_config import ADAPTER_CONFIG
 from rollgraph.rl.data.dataset_splits import CARD, ChosenSplit, SplitError, choose_split
-from rollgraph.rl.data.rows import READERS
+from rollgraph.rl.data.python_objects import PYTHON_PREFIX, PythonObjects
+from rollgraph.rl.data.rows import READERS, DataError, Row, load_rows
 from rollgraph.rl.paths import import_extra
 
 # -- ids -------------------------------------------------------------------------------------------
@@ -333,3 +338,29 @@ def _gigabytes(folder: Path) -> float:
         except OSError:  # it was finished and renamed meanwhile
             continue
     return total / 1e9
+
+
+# -- rows ------------------------------------------------------------------------------------------
+
+
+def read_training_rows(config: Config, objects: PythonObjects) -> Sequence[Row]:
+    with name_key_in_errors("data.train"):
+        return read_data_rows(config.data.train, TRAIN_SPLITS, objects)
+
+
+def read_validation_rows(config: Config, objects: PythonObjects) -> Sequence[Row] | None:
+    """The first rows of the validation data; None if the configuration names none."""
+    if config.data.validation is None:
+        return None
+    with name_key_in_errors("data.validation"):
+        return read_data_rows(config.data.validation, VALIDATION_SPLITS, objects)[: config.validation.max_prompts]
+
+
+def read_data_rows(name: str, splits: Sequence[str], objects: PythonObjects) -> Sequence[Row]:
+    """The rows of a data key; for a dataset of the hub, those of the first of `splits` that it has."""
+    if name in objects.rows:
+        return objects.rows[name]
+    if name.startswith(PYTHON_PREFIX):
+        detail = "a Python program gave these rows: run it again, or name a file that holds the same rows"
+        raise DataError(detail, location=name)
+    return load_rows(*data_files(name, splits))

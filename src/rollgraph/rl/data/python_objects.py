@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from rollgraph.config import Config
-from rollgraph.config.fields import import_path_of, name_key_in_errors, unwrap_callable
+from rollgraph.config.fields import import_path_of, unwrap_callable
 from rollgraph.errors import InvalidInput
 from rollgraph.parallel.data.together import run_on_some_ranks
 from rollgraph.parallel.ranks.world import World
-from rollgraph.rl.data.hub import TRAIN_SPLITS, VALIDATION_SPLITS, data_files
-from rollgraph.rl.data.rows import DataError, Row, load_rows, make_rows
+from rollgraph.rl.data.rows import DataError, Row, make_rows
 
 MODEL_FOLDER = "initial_model"  # in the run's folder: a model that was passed as an object
 MAX_UNSIZED_ROWS = 1_000_000  # for an iterable without a length, which may be endless
@@ -36,15 +35,6 @@ class PythonObjects:
     rewards: Mapping[int, Callable[..., Any]] = field(default_factory=dict)  # by index in `reward.functions`
     model: Any = None  # a transformers model
     tokenizer: Any = None  # a transformers tokenizer
-
-    def read(self, name: str, splits: Sequence[str]) -> Sequence[Row]:
-        """The rows of a data key; for a dataset of the hub, those of the first of `splits` that it has."""
-        if name in self.rows:
-            return self.rows[name]
-        if name.startswith(PYTHON_PREFIX):
-            detail = "a Python program gave these rows: run it again, or name a file that holds the same rows"
-            raise DataError(detail, location=name)
-        return load_rows(*data_files(name, splits))
 
     def save_model(self, folder: Path) -> None:
         """Write the model and the tokenizer to a folder, from which all ranks load them."""
@@ -72,19 +62,6 @@ def write_model_object(config: Config, world: World, objects: PythonObjects, *, 
         return ""
 
     run_on_some_ranks(world, world.rank == 0, write)
-
-
-def read_training_rows(config: Config, objects: PythonObjects) -> Sequence[Row]:
-    with name_key_in_errors("data.train"):
-        return objects.read(config.data.train, TRAIN_SPLITS)
-
-
-def read_validation_rows(config: Config, objects: PythonObjects) -> Sequence[Row] | None:
-    """The first rows of the validation data; None if the configuration names none."""
-    if config.data.validation is None:
-        return None
-    with name_key_in_errors("data.validation"):
-        return objects.read(config.data.validation, VALIDATION_SPLITS)[: config.validation.max_prompts]
 
 
 def read_rows(source: Any, name: str) -> tuple[str, list[Row] | None]:

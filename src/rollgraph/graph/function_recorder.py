@@ -1,206 +1,127 @@
-"""Whole functions as one graph, with any backward and optimizer step inside: replay first, then recording."""
+"""Recording: the steps that every capture shares, and the recorder of whole functions."""
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Container, Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from rollgraph.graph.backend import RecordCall, Recording, capture_errors, creating_optimizer_state
-from rollgraph.graph.captured import (
-    Bind,
-    GraphSpec,
-    Writes,
-    checked_bind,
-    input_hazards,
-    modules_to_bind,
-    record_call,
-    record_pass,
-    refuse_written_arguments,
-    static_copies,
-    static_outputs_of,
-    writes_before_last_read,
+from rollgraph.graph.backend import (
+    Backend,
+    PassFunction,
+    RecordCall,
+    Recording,
+    capture_errors,
+    creating_optimizer_state,
 )
-from rollgraph.graph.errors import CaptureError, GraphError, NeedsWarmup, ReplayMismatch, WarmupError
-from rollgraph.graph.outputs import OutputTree, StaticOutputs
+from rollgraph.graph.captured import NO_GRADIENT, FunctionVariant, GraphSpec, callable_name
+from rollgraph.graph.errors import CaptureError, NeedsWarmup, ReplayMismatch, WarmupError
+from rollgraph.graph.outputs import OutputTree
 from rollgraph.graph.passes import leaves_behind
 from rollgraph.graph.pool import Arena, becomes_free
 from rollgraph.graph.state.binding import Binding, BoundGradients
-from rollgraph.graph.state.slots import growable_lists, hook_dicts, optimizer_slots, slots_of, stepped_optimizers
-from rollgraph.graph.state.transaction import Transaction, collecting_calls
-from rollgraph.graph.state.undo_log import UndoLog
-from rollgraph.graph.surface import InputHazards, StaticTensors, Surface
-
-# -- replay, for calls of one surface --------------------------------------------------------------
-# Owns the gradients of a captured function at replay. A replay sets `.grad` of the leaves it reaches; no gradient flows
-# through arguments or outputs.
-
-_thread = threading.get_ident
-NO_GRADIENT = (
-    "argument {} requires grad, but a captured function passes no gradient to it: detach it, or use "
-    "make_graphed_callables"
+from rollgraph.graph.state.slots import (
+    fully_called_lists,
+    growable_lists,
+    hook_dicts,
+    modules_with,
+    optimizer_slots,
+    slots_of,
+    stepped_optimizers,
 )
+from rollgraph.graph.state.transaction import ProgramObjects, Transaction, collecting_calls
+from rollgraph.graph.state.undo_log import UndoLog, storage_keys, storage_of
+from rollgraph.graph.surface import InputHazards, Span, StaticTensors, Surface, static_copy
+
+# -- the steps of a capture ------------------------------------------------------------------------
+# Owns how a pass is recorded inside a transaction, which modules a recording depends on, and which uses of an argument
+# rule out a static copy.
+
+Writes = list[list[tuple[int, Span]]]  # for each input, the storage and the span of each write
 
 
-class _Opaque(torch.autograd.Function):
-    """Autograd node for outputs that require grad in eager. Its backward raises, since none was recorded."""
-
-    @staticmethod
-    def forward(ctx: Any, name: str, outputs: Sequence[Tensor], anchor: Tensor) -> tuple[Tensor, ...]:
-        ctx.name = name
-        return tuple(outputs)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        raise GraphError(
-            f"graph {ctx.name!r} was captured as a whole function, so no gradient passes through its outputs: run "
-            "the backward inside the function, or use make_graphed_callables"
-        )
+def static_copies(surface: Surface) -> StaticTensors:
+    """Static tensors for the inputs of a captured call."""
+    return StaticTensors([static_copy(tensor) for tensor in surface.tensors])
 
 
-_opaque: Callable[..., tuple[Tensor, ...]] = super(torch.autograd.Function, _Opaque).apply
+def record_pass(
+    transaction: Transaction,
+    backend: Backend,
+    run_pass: PassFunction,
+    inputs: StaticTensors,
+    arena: Arena,
+    label: str,
+    shared_state: dict[Any, Any],
+) -> Recording:
+    """Record one pass; `label` names it in errors."""
+    generators = [generator for generator, _ in transaction.undo_log.generators.values()]
+    with capture_errors(f"capture of {label}"), transaction.recording(backend.executes):
+        return backend.record(run_pass, inputs, arena, generators, shared_state)
 
 
-@dataclass(eq=False)
-class FunctionVariant:
-    """A recorded function that replays. Its outputs are valid until the next replay in its arena."""
-
-    spec: GraphSpec
-    surface: Surface
-    recording: Recording
-    arena: Arena
-    forward_capture_index: int
-    outputs: OutputTree | None = None  # set at each run by the eager backend
-    binding: Binding = field(default_factory=lambda: Binding(()))
-    gradients: BoundGradients = field(default_factory=lambda: BoundGradients(()))
-    hazards: InputHazards = field(default_factory=InputHazards)
-    called_modules: Sequence[nn.Module] = ()
-    statics: StaticTensors = field(default_factory=lambda: StaticTensors(()))
-
-    def __post_init__(self) -> None:
-        self._records = self.spec.backend.records
-        self._lock: AbstractContextManager[Any] = self.arena.lock if self._records else nullcontext()
-        self._anchor = torch.zeros((), requires_grad=True)  # an input for the node of opaque outputs
-        self._static_outputs: StaticOutputs | None = None
-        self.bind = self._make_bind()
-        self.check = self._make_check()
-        if self._records:
-            self.recording.seal()
-            self.gradients.record_baseline_references()
-            self._static_outputs = static_outputs_of(self.recording)
-            self.arena.static_outputs.append(self._static_outputs)
-
-    def _make_bind(self) -> Bind:
-        bind = checked_bind(self.surface, self.hazards)
-        grad_enabled = self.surface.modes[0]
-        if not grad_enabled or not self._records:
-            return bind
-        names = self.surface.names
-        differentiable = [static.requires_grad for static in self.statics.tensors]
-
-        def bind_and_check(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Tensor]:
-            inputs = bind(args, kwargs)
-            for tensor, had_grad, name in zip(inputs, differentiable, names, strict=True):
-                if tensor.requires_grad and not had_grad:
-                    raise ReplayMismatch(NO_GRADIENT.format(name))
-            return inputs
-
-        return bind_and_check
-
-    def _make_check(self) -> Callable[[], None]:
-        check_binding = self.binding.check
-        check_gradients = self.gradients.check
-        if not self.gradients.leaves:
-            return check_binding
-
-        def check() -> None:
-            check_binding()
-            check_gradients()
-
-        return check
-
-    def recordings(self) -> Sequence[Recording]:
-        return (self.recording,)
-
-    def static_bytes(self) -> int:
-        return self.statics.nbytes() + self.gradients.nbytes()
-
-    def is_backward_pending(self) -> bool:
-        return False  # its backward, if any, is part of the recording
-
-    def release(self) -> None:
-        self.recording.release()
-        if self._static_outputs is not None:
-            self.arena.static_outputs.remove(self._static_outputs)
-            self._static_outputs = None
-
-    def replay(self, inputs: Sequence[Tensor]) -> Any:
-        if self._records and torch.is_grad_enabled():
-            with torch.no_grad():
-                tensors = self._run(inputs)
-        else:
-            tensors = self._run(inputs)
-        return self._build(tensors)
-
-    def first_call_result(self) -> Any:
-        """Return the result of the first call, which was recorded as it ran."""
-        return self._build([t.detach() for t in self.recording.outputs if t is not None])
-
-    def _build(self, tensors: list[Tensor]) -> Any:
-        outputs = self.outputs
-        assert outputs is not None
-        if outputs.differentiable:
-            self._make_opaque(tensors, outputs.differentiable)
-        return outputs.build(tensors)
-
-    def _run(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        arena = self.arena
-        capture_index = self.forward_capture_index
-        gradients = self.gradients
-        with self._lock:
-            if not arena.admits_after < capture_index < arena.admits_before:
-                arena.admit(capture_index, self.spec.name)
-            if arena.owning_thread != _thread():
-                arena.enter_thread(self.spec.name)
-            gradients.enter()
-            tensors = [t.detach() for t in self.recording.replay(inputs) if t is not None]
-            gradients.leave()
-        return tensors
-
-    def _make_opaque(self, tensors: list[Tensor], indices: list[int]) -> None:
-        """Let outputs that require grad in eager require it here, so that a backward through them raises."""
-        if torch.is_inference_mode_enabled():
-            return
-        with torch.enable_grad():
-            attached = _opaque(self.spec.name, [tensors[index] for index in indices], self._anchor)
-        for index, tensor in zip(indices, attached, strict=True):
-            tensors[index] = tensor
+def record_call(
+    transaction: Transaction, record: RecordCall, run_pass: PassFunction, inputs: StaticTensors, label: str
+) -> Recording:
+    """Record the first call of a function as it runs, and keep its effects; `label` names it in errors."""
+    with capture_errors(f"the first call of {label}"), transaction.recording(executes=True, was_warmed_up=False):
+        return record(run_pass, inputs)
 
 
-def eager_variant(spec: GraphSpec, surface: Surface, arena: Arena) -> FunctionVariant:
-    """A variant of the eager backend: it runs the function at each replay."""
+def modules_to_bind(
+    target: Any, called_modules: dict[int, nn.Module], tensors: Iterable[Tensor], objects: ProgramObjects
+) -> list[nn.Module]:
+    """The modules whose state a recording depends on."""
+    modules = dict(called_modules)
+    if isinstance(target, nn.Module):
+        modules.update((id(module), module) for module in target.modules())
+    else:
+        modules.update((id(module), module) for module in fully_called_lists(called_modules, objects.modules))
+    modules.update((id(module), module) for module in modules_with(tensors, objects.modules))
+    for module in modules.values():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise CaptureError(
+                f"{callable_name(target)} runs the TorchScript module {module.original_name}, whose state a graph "
+                "cannot follow: capture the module that it was scripted or traced from"
+            )
+    return list(modules.values())
 
-    def run_pass(inputs: Sequence[Tensor]) -> list[Tensor | None]:
-        args, kwargs = surface.arguments(inputs)
-        tree = OutputTree(spec.original(*args, **kwargs))
-        tree.refuse_objects(spec.name)
-        variant.outputs = tree
-        tensors: list[Tensor | None] = [tensor.detach() for tensor in tree.tensors]
-        tree.drop_tensors()  # their autograd graph would tie the parameters to this stream
-        return tensors
 
-    recording = spec.backend.record(run_pass, StaticTensors([]), arena, (), {})
-    variant = FunctionVariant(spec, surface, recording, arena, arena.next_capture_index())
-    return variant
+def refuse_written_arguments(undo_log: UndoLog, surface: Surface, statics: StaticTensors) -> None:
+    """Raise CaptureError if the function wrote an argument: a graph would write its own copy instead."""
+    for name, static in zip(surface.names, statics.tensors, strict=True):
+        if undo_log.wrote(static):
+            where = undo_log.written_at(static)
+            raise CaptureError(
+                f"argument {name} is written in place at {where}, which the caller would not see: let the function "
+                "reach that tensor from outside its arguments, or write to a copy",
+                where,
+            )
 
 
-# -- recording -------------------------------------------------------------------------------------
+def writes_before_last_read(undo_log: UndoLog, statics: StaticTensors, outputs: Iterable[Tensor]) -> Writes:
+    """For each input, the writes of the last run to memory from outside, up to its last read of that input."""
+    returned = storage_keys(outputs)
+    writes: Writes = []
+    for static in statics.tensors:
+        storage = storage_of(static)
+        is_returned = storage is not None and storage._cdata in returned
+        writes.append(undo_log.writes_before_last_read(static, is_returned))
+    return writes
+
+
+def input_hazards(surface: Surface, writes: Writes, recording: Recording) -> InputHazards:
+    """Keep only writes to memory that the recording keeps alive; other memory may have been reused."""
+    live_storages = storage_keys(recording.external)
+    spans = [[span for key, span in written if key in live_storages] for written in writes]
+    return InputHazards(surface.names, spans)
+
+
+# -- whole functions -------------------------------------------------------------------------------
 # Owns warm-up and recording. Warm-up finds the gradients that the function writes, and creates optimizer state that the
 # function needs. A recorder is used once.
 
@@ -399,6 +320,23 @@ class FunctionRecorder:
             growable=growable_lists(modules, self._called_modules),
             hooks=hook_dicts(self._called_modules.values(), optimizers),
         )
+
+
+def eager_variant(spec: GraphSpec, surface: Surface, arena: Arena) -> FunctionVariant:
+    """A variant of the eager backend: it runs the function at each replay."""
+
+    def run_pass(inputs: Sequence[Tensor]) -> list[Tensor | None]:
+        args, kwargs = surface.arguments(inputs)
+        tree = OutputTree(spec.original(*args, **kwargs))
+        tree.refuse_objects(spec.name)
+        variant.outputs = tree
+        tensors: list[Tensor | None] = [tensor.detach() for tensor in tree.tensors]
+        tree.drop_tensors()  # their autograd graph would tie the parameters to this stream
+        return tensors
+
+    recording = spec.backend.record(run_pass, StaticTensors([]), arena, (), {})
+    variant = FunctionVariant(spec, surface, recording, arena, arena.next_capture_index())
+    return variant
 
 
 def _refuse_retained_memory(undo_log: UndoLog, outputs: Iterable[Tensor | None]) -> None:
