@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import TextIO
 
-from rollgraph.commands import check, config, doctor, generate, init, plan, samples, train, view
+from rollgraph.commands import check, config, doctor, eval, export, generate, init, plan, samples, train, view
 from rollgraph.commands.arguments import collect_overrides, explain_dashed_keys
 from rollgraph.log.streams import survive_closed_terminal
 
@@ -34,7 +34,7 @@ def _run(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="rollgraph", description="Post-train language models on captured graphs.")
     parser.add_argument("--version", action="version", version=f"rollgraph {sys.modules['rollgraph'].__version__}")
     commands = parser.add_subparsers(title="commands", dest="command", required=True)
-    for command in (init, train, samples, view, generate, plan, config, check, doctor):
+    for command in (init, train, eval, export, samples, view, generate, plan, config, check, doctor):
         command.add_parser(commands)
     options, unknown_arguments = parser.parse_known_args(arguments)
     if problem := explain_dashed_keys(options, unknown_arguments, arguments):

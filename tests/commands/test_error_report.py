@@ -8,7 +8,7 @@ import pytest
 
 from rollgraph.checkpoint.format import CheckpointError
 from rollgraph.cli import main
-from rollgraph.commands.train import HINT, report_error
+from rollgraph.commands.reporting import HINT, report_error
 from rollgraph.config import ConfigError, to_yaml
 from rollgraph.errors import InvalidInput
 from rollgraph.graph.errors import CaptureError

@@ -11,7 +11,7 @@ import pytest
 from rollgraph.checkpoint.format import CheckpointError
 from rollgraph.checkpoint.lock import FolderError
 from rollgraph.checkpoint.start import CannotResume
-from rollgraph.commands.train import exit_code_of
+from rollgraph.commands.reporting import exit_code_of
 from rollgraph.config import ConfigError
 from rollgraph.errors import InvalidInput
 from rollgraph.parallel.data.together import FailedElsewhere, RefusedElsewhere

@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rollgraph.errors import InvalidInput
-from rollgraph.rl.conversations import Conversations, EnvResponse, ReplyTimeout, check_positive
 from rollgraph.rl.environment import load_function
+from rollgraph.rl.multi_turn import Conversations, EnvResponse, ReplyTimeout, check_positive
 from rollgraph.rl.paths import LoadError
 from rollgraph.rl.rewards.calls import check_score, copy_value
 from rollgraph.rl.rewards.process import Failure, line_suffix

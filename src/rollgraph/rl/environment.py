@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from rollgraph.rl.conversations import Conversations, EnvResponse, check_positive
+from rollgraph.rl.multi_turn import Conversations, EnvResponse, check_positive
 from rollgraph.rl.paths import LoadError, load_object
 from rollgraph.rl.turns import Episode, Generate, append_turn, generate_all, make_episodes
 from rollgraph.tokenizer import Tokenizer

@@ -34,14 +34,9 @@ from rollgraph.graph.errors import (
     raised_at,
 )
 from rollgraph.graph.sanitizer.findings import Findings
+from rollgraph.graph.sanitizer.interceptors import MethodInterceptor, OperationInterceptor, intercepting_backward
 from rollgraph.graph.sanitizer.recording import InstrumentedBackend, InstrumentedRecording
-from rollgraph.graph.sanitizer.session import (
-    MethodInterceptor,
-    OperationInterceptor,
-    Session,
-    describe_host_read,
-    intercepting_backward,
-)
+from rollgraph.graph.sanitizer.session import Session, describe_host_read
 from rollgraph.graph.sanitizer.snapshot import ProgramSnapshot
 from rollgraph.graph.state.slots import code_of
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from rollgraph.rl import conversations
-from rollgraph.rl.conversations import ReplyLoop, ReplyResult, ReplyTimeout
+from rollgraph.rl import multi_turn
+from rollgraph.rl.multi_turn import ReplyLoop, ReplyResult, ReplyTimeout
 
 LONG_ENOUGH = 120
 
@@ -131,8 +131,8 @@ def test_a_dropped_reply_is_not_mistaken_for_a_later_one_with_its_key() -> None:
 
 
 def test_a_blocked_event_loop_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conversations, "_GRACE_SECONDS", 0.1)
-    monkeypatch.setattr(conversations, "_POLL_SECONDS", 0.05)
+    monkeypatch.setattr(multi_turn, "_GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(multi_turn, "_POLL_SECONDS", 0.05)
     loop = ReplyLoop(timeout=0.05, threads=2)
     never = threading.Event()
 
@@ -146,6 +146,6 @@ def test_a_blocked_event_loop_is_replaced(monkeypatch: pytest.MonkeyPatch) -> No
     async def fine() -> str:
         return "fine"
 
-    monkeypatch.setattr(conversations, "_GRACE_SECONDS", LONG_ENOUGH)
+    monkeypatch.setattr(multi_turn, "_GRACE_SECONDS", LONG_ENOUGH)
     assert run(loop, {0: fine})[0].value == "fine"
     never.set()
