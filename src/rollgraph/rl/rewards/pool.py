@@ -11,7 +11,7 @@ worker outlives the pool or the pool's process, even if that is killed. The pool
     worker             its main thread calls the function; another one receives calls and ends it with the connection
 
 User code can write anything to a connection, or stop in the middle of a message, or leave a call unread. So the pool
-unpickles nothing, and neither its sending nor its receiving may block: `multiprocessing.connection` does both.
+unpickles nothing, and neither sends nor receives with a call that may block, as those of `multiprocessing.connection`.
 """
 
 from __future__ import annotations
