@@ -112,14 +112,21 @@ def fork_and_raise(folder):
         raise RuntimeError("in the child")
     return 1
 
-def write(folder, data):
+def write_to_sockets(data):
     for name in os.listdir("/proc/self/fd"):
         try:
             if stat.S_ISSOCK(os.stat(int(name)).st_mode):
                 os.write(int(name), data)
         except OSError:
             pass
+
+def write(folder, data):
+    write_to_sockets(data)
     time.sleep(1000)
+
+def flood(folder):
+    while True:
+        write_to_sockets(b'["result", -1, 0]\\n' * 1000)
 
 def repeat(folder, text, count):
     return text * count
@@ -216,6 +223,11 @@ def test_a_worker_that_does_not_read_its_call_times_out(calls: WorkerPool) -> No
     late = Failure("timeout", "no result after 1.0 s")
     assert calls.run([("repeat", "x" * 10_000_000, 1), ("square", 3)], [1.0, 30.0]) == [late, 9]
     wait_until_gone([worker])
+
+
+def test_answers_to_other_calls_do_not_put_off_the_timeout(calls: WorkerPool) -> None:
+    late = Failure("timeout", "no result after 1.0 s")
+    assert calls.run([("flood",), ("square", 3)], [1.0, 30.0]) == [late, 9]
 
 
 def test_an_answer_that_came_while_this_process_was_stopped_counts() -> None:

@@ -149,17 +149,20 @@ class WorkerHandle:
     async def _answer(self, timeout: float) -> Any:
         """The answer to the latest call; a Failure if the worker ends, or takes longer than `timeout` seconds."""
         try:
-            while True:
-                reading = await run_for(self._read_message(), timeout)
+            deadline = time.monotonic() + timeout
+            while (seconds := deadline - time.monotonic()) > 0:
+                reading = await run_for(self._read_message(), seconds)
                 if not reading.done():
-                    await self.stop()
-                    return Failure("timeout", f"no result after {timeout} s")
+                    break
                 kind, call_number, value = reading.result()
                 if call_number != self._call_number:  # of an earlier call, from a fork of the worker
                     continue
                 if kind != STARTED:
                     return value
-                self.has_started = True  # and the time-out begins anew
+                self.has_started = True
+                deadline = time.monotonic() + timeout
+            await self.stop()
+            return Failure("timeout", f"no result after {timeout} s")
         except ProtocolError:
             await self.stop()
             return Failure("died", "something other than an answer was written to the worker's connection")
