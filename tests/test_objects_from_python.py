@@ -75,7 +75,7 @@ def letters(completions, **columns):
 
 def kill(step, metrics):
     if os.environ["KILL"] == str(step):
-        while not list(Path("killed/checkpoints").glob("step_*/manifest.json")):
+        while not list(Path("killed/checkpoints").glob("step_????????/manifest.json")):
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
 
