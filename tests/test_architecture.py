@@ -76,7 +76,7 @@ EXTERNAL = {
     "parallel": f"{BASE} triton",
     "model": f"{BASE} triton",
     "inference": f"{BASE} triton",
-    "rl": f"{BASE} yaml",
+    "rl": f"{BASE} cloudpickle yaml",
     "checkpoint": BASE,
     "__init__": "",
 }

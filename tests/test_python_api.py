@@ -71,7 +71,7 @@ def pythons() -> list[str]:
     found = [sys.executable]
     for name in (os.environ.get("ROLLGRAPH_PYTHON", ""), "python3.13"):
         path = shutil.which(name) if name else None
-        needs = "import torch, numpy, safetensors, tokenizers, jinja2, rich, yaml, huggingface_hub"
+        needs = "import torch, numpy, safetensors, tokenizers, jinja2, rich, yaml, cloudpickle, huggingface_hub"
         if path and subprocess.run([path, "-c", needs], capture_output=True).returncode == 0:
             found.append(path)
     return found

@@ -16,7 +16,6 @@ from rollgraph import Trainer
 from rollgraph.rl.paths import LoadError, load_object
 from rollgraph.rl.rewards.loading import RewardSpec
 from rollgraph.rl.rewards.rewards import RewardFunctions
-from rollgraph.rl.rewards.workers import pickle_function
 from rollgraph.types import Prompt, Rollout
 
 SOURCE = Path(__file__).parents[2] / "src"
@@ -120,8 +119,6 @@ def test_a_module_that_workers_cannot_import_is_refused(tmp_path: Path) -> None:
 
 SCRIPT = """
 import sys
-if sys.argv[1] == "without":
-    sys.modules["cloudpickle"] = None  # as if it were not installed
 from rollgraph.rl.rewards.rewards import RewardFunctions
 from rollgraph.types import Prompt, Rollout
 
@@ -143,38 +140,23 @@ functions = [
     {"name": "judge", "function": Judge()},
     {"name": "inline", "function": lambda completions, **columns: [bonus]},
 ]
-with RewardFunctions(functions, workers=int(sys.argv[2])) as rewards:
+with RewardFunctions(functions, workers=int(sys.argv[1])) as rewards:
     rewards.score([sample])
     print(sample.rewards, dict(rewards.messages))
 """
-FOUND = "{'mine': 3.25, 'judge': 8.0, 'inline': 0.25} {}\n"
+SCORES = "{'mine': 3.25, 'judge': 8.0, 'inline': 0.25} {}\n"
 
 
-def run_script(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    (folder / "train_mine.py").write_text(SCRIPT)
+@pytest.mark.parametrize("workers", ["0", "1"])
+def test_functions_of_a_script_travel_to_workers(tmp_path: Path, workers: str) -> None:
+    (tmp_path / "train_mine.py").write_text(SCRIPT)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SOURCE), os.environ.get("PYTHONPATH", "")])}
-    command = [sys.executable, "train_mine.py", *arguments]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    command = [sys.executable, "train_mine.py", workers]
+    script = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert script.stdout == SCORES, script.stderr
 
 
-def test_functions_of_a_script_need_cloudpickle_for_workers(tmp_path: Path) -> None:
-    found = run_script(tmp_path, "without", "1")
-    assert found.stderr.splitlines()[-1] == (
-        "rollgraph.rl.paths.LoadError: functions[0]: reward 'mine' cannot be sent to reward workers: it is defined in "
-        "a script or a notebook (__main__), which they do not import; pip install cloudpickle, move the function into "
-        "a module that can be imported, or set workers=0"
-    )
-    assert run_script(tmp_path, "without", "0").stdout == FOUND
-
-
-def test_functions_of_a_script_travel_with_cloudpickle(tmp_path: Path) -> None:
-    pytest.importorskip("cloudpickle")
-    found = run_script(tmp_path, "with", "1")
-    assert found.stdout == FOUND, found.stderr
-
-
-def test_functions_inside_functions_travel_with_cloudpickle() -> None:
-    pytest.importorskip("cloudpickle")
+def test_functions_inside_functions_travel_to_workers() -> None:
     bonus = 0.5
 
     def inner(completions: list[str], **columns: Any) -> list[float]:
@@ -195,20 +177,15 @@ def test_functions_inside_functions_travel_with_cloudpickle() -> None:
     assert score({"name": "locked", "function": locked}) == {"locked": 1.0}
 
 
-def test_a_run_refuses_unsendable_functions_and_names_its_own_keys(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "cloudpickle", None)
+def test_a_run_refuses_unsendable_functions_and_names_its_own_keys(tmp_path: Path) -> None:
+    lock = threading.Lock()
+
+    def locked(completions: list[str]) -> list[float]:
+        with lock:
+            return []
+
     rows = [{"prompt": "1", "answer": "1"}]
     tiny = {"tiny": {"layers": 1, "width": 8, "heads": 1, "kv_heads": 1, "mlp": 8, "max_length": 16}}
-    trainer = Trainer(
-        tiny, rows, rewards=lambda completions: [], reward_workers=1, max_tokens=3, output=tmp_path, progress="none"
-    )
+    trainer = Trainer(tiny, rows, rewards=locked, reward_workers=1, max_tokens=3, output=tmp_path, progress="none")
     with pytest.raises(LoadError, match=r"^reward\.functions\[0\]: .*, or set reward\.workers=0$"):
         trainer.train(steps=1)
-
-
-def test_functions_inside_functions_need_cloudpickle(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "cloudpickle", None)
-    with pytest.raises(LoadError, match=r"it cannot be pickled \(.*\); pip install cloudpickle, move the function"):
-        pickle_function(lambda completions: [])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -13,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from rollgraph.rl.rewards.calls import run_for
 from rollgraph.rl.rewards.pool import WorkerPool
 from rollgraph.rl.rewards.process import Failure
 from tests.processes import wait_until_gone
@@ -49,6 +52,14 @@ def kill_before_it_begins(pool: WorkerPool) -> None:
     pid = pool._workers[0].pid
     os.kill(pid, signal.SIGSTOP)
     threading.Timer(0.5, os.kill, (pid, signal.SIGKILL)).start()
+
+
+def replace_worker(pool: WorkerPool) -> None:
+    """Let the next call start a new process."""
+    supervisor = pool._workers[0]._process
+    assert supervisor is not None
+    os.kill(pool._workers[0].pid, signal.SIGKILL)
+    supervisor.wait()
 
 
 def test_a_call_that_had_not_begun_goes_to_a_new_process(pool: WorkerPool, tmp_path: Path) -> None:
@@ -101,14 +112,28 @@ def fork_and_raise(folder):
         raise RuntimeError("in the child")
     return 1
 
-def write(folder, data):
+def write_to_sockets(data):
     for name in os.listdir("/proc/self/fd"):
         try:
             if stat.S_ISSOCK(os.stat(int(name)).st_mode):
                 os.write(int(name), data)
         except OSError:
             pass
+
+def write(folder, data):
+    write_to_sockets(data)
     time.sleep(1000)
+
+def flood(folder):
+    while True:
+        write_to_sockets(b'["result", -1, 0]\\n' * 1000)
+
+def repeat(folder, text, count):
+    return text * count
+
+def hang(folder):
+    (folder / "hangs").touch()
+    subprocess.run(["sleep", "1000"])
 
 def panic(folder):
     raise Panic("at the disco")
@@ -178,13 +203,69 @@ def test_a_call_that_forks_answers_once(calls: WorkerPool) -> None:
 @pytest.mark.slow
 def test_garbage_on_the_connection_does_not_outlast_the_timeout(calls: WorkerPool) -> None:
     broken = Failure("died", "something other than an answer was written to the worker's connection")
-    for data in (b"\0\0\1\0", b"hello", b"call" + (2**63).to_bytes(8), b"call" + (2).to_bytes(8) + b"{}"):
+    for data in (b"\0\0\1\0", b"hello", b"call" + (2**63).to_bytes(8), b"[{}]\n", b"[" + b"]" * 5000 + b"\n"):
         assert calls.run([("write", data), ("square", 3)]) == [broken, 9]
     calls._timeout = 1.0
-    half = b"call" + (1000).to_bytes(8) + b"["  # the beginning of a message
+    half = b'["result", '  # the beginning of a message
     assert calls.run([("write", half)]) == [Failure("timeout", "no result after 1.0 s")]
     calls._timeout = 30.0
     assert calls.run([("square", 3)]) == [9]
+
+
+def test_arguments_and_results_are_larger_than_the_buffers_of_a_connection(calls: WorkerPool) -> None:
+    text = "\N{SNOWMAN}\n" * 1_000_000
+    assert calls.run([("repeat", text, 2), ("square", 3)]) == [text * 2, 9]
+
+
+def test_a_worker_that_does_not_read_its_call_times_out(calls: WorkerPool) -> None:
+    worker = calls._workers[0].pid
+    os.kill(worker, signal.SIGSTOP)
+    late = Failure("timeout", "no result after 1.0 s")
+    assert calls.run([("repeat", "x" * 10_000_000, 1), ("square", 3)], [1.0, 30.0]) == [late, 9]
+    wait_until_gone([worker])
+
+
+def test_answers_to_other_calls_do_not_put_off_the_timeout(calls: WorkerPool) -> None:
+    late = Failure("timeout", "no result after 1.0 s")
+    assert calls.run([("flood",), ("square", 3)], [1.0, 30.0]) == [late, 9]
+
+
+def test_an_answer_that_came_while_this_process_was_stopped_counts() -> None:
+    """After Ctrl-Z and `fg`, say: when it goes on, the answer is there and the time is over."""
+
+    async def read_late() -> bytes:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            reader, writer = await asyncio.open_unix_connection(sock=ours)
+
+            def stop() -> None:
+                theirs.sendall(b"x")
+                time.sleep(0.1)
+
+            asyncio.get_running_loop().call_soon(stop)
+            reading = await run_for(reader.readexactly(1), 0.01)
+            writer.close()
+            return reading.result()
+
+    assert asyncio.run(read_late()) == b"x"
+
+
+@pytest.mark.usefixtures("ctrl_c")
+def test_ctrl_c_costs_the_worker_of_a_running_call(calls: WorkerPool, tmp_path: Path) -> None:
+    def interrupt() -> None:
+        limit = time.monotonic() + 60
+        while not (tmp_path / "hangs").exists() and time.monotonic() < limit:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    worker = calls._workers[0].pid
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        calls.run([("hang",), ("square", 2)])
+    thread.join()
+    assert calls.run([("square", 3)]) == [9]
+    wait_until_gone([worker])
 
 
 @pytest.mark.parametrize("end", ["exit", "close"])
@@ -232,7 +313,7 @@ def test_a_worker_ended_by_a_stop_signal_is_replaced_and_its_call_repeated(calls
         "    signal.signal(signal.SIGTERM, signal.SIG_DFL)\n"
         "    os.kill(os.getpid(), signal.SIGTERM)\n"
     )
-    calls._workers[0].stop()
+    replace_worker(calls)
     assert calls.run([("give_up",)]) == [1]
 
 
@@ -251,7 +332,7 @@ def test_every_kind_of_exception_is_a_failure_of_its_call(calls: WorkerPool) -> 
 
 
 def test_calls_print_to_standard_error(calls: WorkerPool, capfd: pytest.CaptureFixture[str]) -> None:
-    calls._workers[0].stop()  # the next one has the file descriptors of this test
+    replace_worker(calls)  # the next one has the file descriptors of this test
     assert calls.run([("speak",)]) == [1]
     calls.close()
     found = capfd.readouterr()

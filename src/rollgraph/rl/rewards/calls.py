@@ -14,7 +14,7 @@ import os
 from collections.abc import Coroutine, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from threading import Thread
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from rollgraph.rl.rewards.loading import (
     LOG_EXTRA,
@@ -32,6 +32,7 @@ from rollgraph.rl.rewards.process import Failure, exit_if_forked, failure_of, sh
 # It lives as long as its owner, so that a function can keep an HTTP client from call to call. It has a thread, because
 # in a notebook the main thread already runs a loop.
 
+T = TypeVar("T")
 _CANCEL_SECONDS = 2.0  # for cancelled tasks to end
 
 
@@ -44,18 +45,21 @@ class EventLoop:
         self._thread = Thread(target=self._serve, name="rollgraph event loop", daemon=True)
         self._thread.start()
 
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            return future.result()
+        except BaseException:  # Ctrl-C: nobody waits for the result any more
+            future.cancel()
+            raise
+
     def gather(self, coroutines: Sequence[Coroutine[Any, Any, Any]], timeout: float) -> list[Any]:
         """The result of each coroutine; a Failure if it raised or took longer than `timeout` seconds."""
 
         async def run_all() -> list[Any]:
             return await asyncio.gather(*(_run_with_timeout(coroutine, timeout) for coroutine in coroutines))
 
-        future = asyncio.run_coroutine_threadsafe(run_all(), self._loop)
-        try:
-            return future.result()
-        except BaseException:  # Ctrl-C: nobody waits for the results any more
-            future.cancel()
-            raise
+        return self.run(run_all())
 
     def close(self) -> None:
         """Cancel all tasks. Code that blocks the loop cannot be interrupted; the thread then ends with the process."""
@@ -74,12 +78,18 @@ class EventLoop:
         self._loop.close()
 
 
-async def _run_with_timeout(coroutine: Coroutine[Any, Any, Any], timeout: float) -> Any:
+async def run_for(coroutine: Coroutine[Any, Any, T], timeout: float) -> asyncio.Task[T]:
+    """A task of the coroutine, done or cancelled. `asyncio.timeout` could lose a result, as after Ctrl-Z and `fg`."""
     task = asyncio.ensure_future(coroutine)
     try:
         await asyncio.wait({task}, timeout=timeout)
     finally:
         task.cancel()  # no effect on a task that is done; we do not wait, because a task can refuse
+    return task
+
+
+async def _run_with_timeout(coroutine: Coroutine[Any, Any, Any], timeout: float) -> Any:
+    task = await run_for(coroutine, timeout)
     if not task.done():
         return Failure("timeout", f"no result after {timeout} s")
     try:

@@ -3,34 +3,38 @@
 Workers start once and serve many calls. A call that times out costs the worker, with every process it started. No
 worker outlives the pool or the pool's process, even if that is killed. The pool does not know which function it calls.
 `process.py` is the code inside a worker.
+
+    run()              waits for its coroutine, in the caller's thread
+    event loop         a thread of the pool; only it touches the pool's end of a connection, and it never blocks
+    Worker.call()      a coroutine: waits for messages of its worker until the call's deadline, then kills
+    supervisor         a process for each worker: waits for a byte or the end of its stop pipe, or the end of the worker
+    worker             its main thread calls the function; another one receives calls and ends it with the connection
+
+User code can write anything to a connection, or stop in the middle of a message, or leave a call unread. So the pool
+unpickles nothing, and neither sends nor receives with a call that may block, as those of `multiprocessing.connection`.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import pickle
-import selectors
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
+from rollgraph.rl.rewards.calls import EventLoop, run_for
 from rollgraph.rl.rewards.process import (
-    READY,
-    RESULT,
-    START_FAILED,
     STARTED,
     STOP_SIGNALS,
     Failure,
-    FrameBuffer,
     ProtocolError,
     decode_message,
-    encode_frame,
     failure_of,
 )
 
@@ -48,7 +52,7 @@ main(int(sys.argv[1]), int(sys.argv[2]), path)
 """
 _START_SECONDS = 120.0  # for imports on a busy machine; the time-out of a call begins after them
 _EXIT_SECONDS = 20.0  # for a supervisor to kill all processes of its worker; it gives up sooner by itself
-PENDING = object()  # in place of a result that is not there yet
+_MAX_BYTES = 2**32  # in one message
 
 
 class WorkerHandle:
@@ -59,23 +63,31 @@ class WorkerHandle:
         self._process: subprocess.Popen[bytes] | None = None  # the supervisor
         self.pid = 0  # of the worker, which is the supervisor's child
         self._stop_fd = -1  # a pipe: writing to it or closing it ends the supervisor
-        self._is_ready = False
         self._call_number = 0
-        self._frames = FrameBuffer()
-        self._unsent = memoryview(b"")
         self.has_started = False  # the worker has started the latest call
         self.got_stop_signal = False  # the worker was killed by one of STOP_SIGNALS
-        self.deadline = 0.0
-        self._timeout = _START_SECONDS  # of the latest call
-        self.connection: socket.socket
+        self._reader: asyncio.StreamReader
+        self._writer: asyncio.StreamWriter
 
-    def start(self) -> None:
+    async def start(self) -> Failure | None:
+        """Start a process and wait until it has made its function."""
+        try:
+            await self._spawn()
+        except OSError as error:
+            return Failure("died", f"cannot be reached ({error})")
+        self._call_number = 0
+        self._writer.write(self._setup)
+        answer = await self._answer(_START_SECONDS)
+        if isinstance(answer, Failure):
+            await self.stop()
+            return answer
+        self.pid = answer
+        return None
+
+    async def _spawn(self) -> None:
         ours, theirs = socket.socketpair()
+        self._reader, self._writer = await asyncio.open_unix_connection(sock=ours, limit=_MAX_BYTES)
         stop_fd, self._stop_fd = os.pipe()
-        ours.setblocking(False)
-        self.connection = ours
-        self._is_ready = False
-        self._frames = FrameBuffer()
         path = [str(entry) for entry in sys.path]
         program = [sys.executable, "-P", "-c", _PROGRAM, str(theirs.fileno()), str(stop_fd), *path]
         # Blocked until the worker has installed its handlers: a scheduler can signal all processes of a job any time.
@@ -89,156 +101,102 @@ class WorkerHandle:
                 env={"OMP_NUM_THREADS": "1", **os.environ},
             )
         except BaseException:
-            ours.close()
-            self.request_stop()  # there is no process yet; closes the descriptor
+            self._writer.transport.abort()
+            self._request_stop()  # there is no process; closes the descriptor
             raise
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
             theirs.close()
             os.close(stop_fd)
-        self._unsent = memoryview(encode_frame(self._setup))
 
-    def wait_until_ready(self) -> None:
-        self.deadline = time.monotonic() + _START_SECONDS
-        while not self._is_ready:
-            wait_for_any([self])
-            result = self.poll_result()
-            if result is not PENDING:
-                raise RuntimeError(f"a worker process could not be started: {result.message}")
-
-    @property
-    def has_unsent(self) -> bool:
-        return len(self._unsent) > 0
-
-    def send_call(self, call: tuple[Any, ...], timeout: float) -> Failure | None:
-        """Send a call, starting a new process if necessary; returns a Failure if that is not possible.
-
-        The time-out starts when the worker is ready for the call.
-        """
-        self._timeout = timeout
+    async def call(self, call: tuple[Any, ...], timeout: float) -> Any:
+        """The result, or a Failure. Starts a new process if necessary; the time-out begins after that."""
         self.has_started = False
         self.got_stop_signal = False
+        if self._process is None or self._process.poll() is not None:  # killed while idle, perhaps by the OOM killer
+            await self.stop()
+            failure = await self.start()
+            if failure is not None:
+                return failure
         self._call_number += 1
         try:
-            message = encode_frame(pickle.dumps((self._call_number, call)))
+            self._writer.write(pickle.dumps((self._call_number, call)))
         except Exception as error:  # a column holds an object that cannot be pickled
             return failure_of(error)
-        try:
-            if (
-                self._process is None or self._process.poll() is not None
-            ):  # killed while idle, perhaps by the OOM killer
-                self.stop()
-                self.start()
-            self._unsent = memoryview(bytes(self._unsent) + message)
-            self._send()
-        except OSError as error:
-            self.stop()
-            return Failure("died", f"cannot be reached ({error})")
-        self.deadline = time.monotonic() + (timeout if self._is_ready else _START_SECONDS)
-        return None
+        return await self._answer(timeout)
 
-    def poll_result(self) -> Any:
-        """The result, a Failure, or PENDING; does not block."""
-        try:
-            self._send()
-            has_exited = self._receive()
-            for body in self._frames.read():
-                result = self._handle_message(body)
-                if result is not PENDING:
-                    return result
-        except ProtocolError:
-            self.stop()
-            return Failure("died", "something other than an answer was written to the worker's connection")
-        except OSError:
-            has_exited = True
-        if has_exited:
-            return Failure("died", self._describe_exit())
-        if time.monotonic() < self.deadline:
-            return PENDING
-        self.stop()
-        return Failure("timeout", f"no result after {self._timeout if self._is_ready else _START_SECONDS} s")
+    async def stop(self) -> int:
+        """Kill the process and everything it started; returns the exit code."""
+        process, self._process = self._process, None
+        if process is None:
+            return 0
+        self._request_stop()
+        self._writer.transport.abort()
+        code = await _wait_for_exit(process, _EXIT_SECONDS)
+        if code is None:  # it may be stopped by SIGSTOP; its worker ends with it
+            process.kill()
+            code = process.wait()
+        return code
 
-    def request_stop(self) -> None:
+    def _request_stop(self) -> None:
         if self._stop_fd >= 0:
             with suppress(OSError):
-                os.write(
-                    self._stop_fd, b"x"
-                )  # closing is not enough if a fork of this process also holds the descriptor
+                # Closing is not enough if a fork of this process also holds the descriptor.
+                os.write(self._stop_fd, b"x")
             os.close(self._stop_fd)
             self._stop_fd = -1
 
-    def stop(self) -> int:
-        """Kill the process and everything it started; returns the exit code."""
-        if self._process is None:
-            return 0
-        self.request_stop()
-        self.connection.close()
-        self._unsent = memoryview(b"")
+    async def _answer(self, timeout: float) -> Any:
+        """The answer to the latest call; a Failure if the worker ends, or takes longer than `timeout` seconds."""
         try:
-            code = self._process.wait(_EXIT_SECONDS)
-        except subprocess.TimeoutExpired:  # it may be stopped by SIGSTOP; its worker ends with it
-            self._process.kill()
-            code = self._process.wait()
-        self._process = None
-        return code
+            deadline = time.monotonic() + timeout
+            while (seconds := deadline - time.monotonic()) > 0:
+                reading = await run_for(self._read_message(), seconds)
+                if not reading.done():
+                    break
+                kind, call_number, value = reading.result()
+                if call_number != self._call_number:  # of an earlier call, from a fork of the worker
+                    continue
+                if kind != STARTED:
+                    return value
+                self.has_started = True
+                deadline = time.monotonic() + timeout
+            await self.stop()
+            return Failure("timeout", f"no result after {timeout} s")
+        except ProtocolError:
+            await self.stop()
+            return Failure("died", "something other than an answer was written to the worker's connection")
+        except (EOFError, OSError):
+            return Failure("died", await self._describe_exit())
+        except BaseException:  # after Ctrl-C, a late answer must not be mistaken for that of the next call
+            await self.stop()
+            raise
 
-    def _send(self) -> None:
-        """Send as much as possible without blocking."""
-        while self.has_unsent:
-            try:
-                sent = self.connection.send(self._unsent)
-            except BlockingIOError:
-                return
-            self._unsent = self._unsent[sent:]
-
-    def _receive(self) -> bool:
-        """Receive without blocking; returns whether the other end is closed."""
+    async def _read_message(self) -> tuple[str, int, Any]:
+        start = await self._reader.readexactly(1)
+        if start != b"[":  # do not wait for the end of a line
+            raise ProtocolError
         try:
-            while data := self.connection.recv(2**16):
-                self._frames.add(data)
-        except BlockingIOError:
-            return False
-        except ConnectionError:  # it exited without reading a message; what it sent before still counts
-            return True
-        return True
+            line = await self._reader.readuntil(b"\n")
+        except asyncio.LimitOverrunError as error:
+            raise ProtocolError from error
+        return decode_message(start + line)
 
-    def _handle_message(self, body: bytes) -> Any:
-        kind, call_number, value = decode_message(body)
-        if kind == READY:
-            self._is_ready = True
-            self.pid = value
-        elif kind == START_FAILED:
-            self.stop()
-            return value
-        elif call_number == self._call_number and kind == STARTED:
-            self.has_started = True
-        elif call_number == self._call_number and kind == RESULT:
-            return value
-        else:  # the answer to an earlier call, from a fork of the worker
-            return PENDING
-        self.deadline = time.monotonic() + self._timeout
-        return PENDING
-
-    def _describe_exit(self) -> str:
+    async def _describe_exit(self) -> str:
         """How a process exited that closed its connection."""
         assert self._process is not None
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(_EXIT_SECONDS / 2)  # so that the exit code is its own and not that of our signal
-        code = self.stop()
+        await _wait_for_exit(self._process, _EXIT_SECONDS / 2)  # so that the exit code is its own
+        code = await self.stop()
         self.got_stop_signal = -code in STOP_SIGNALS
         return f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
 
-def wait_for_any(workers: Iterable[WorkerHandle]) -> None:
-    """Wait until one of the workers can be read from or written to, or until the first deadline."""
-    first_deadline = min((worker.deadline for worker in workers), default=0.0)
-    with selectors.DefaultSelector() as selector:
-        for worker in workers:
-            events = selectors.EVENT_READ
-            if worker.has_unsent:
-                events |= selectors.EVENT_WRITE
-            selector.register(worker.connection, events)
-        selector.select(max(0.0, first_deadline - time.monotonic()))
+async def _wait_for_exit(process: subprocess.Popen[bytes], timeout: float) -> int | None:
+    """The exit code; None after `timeout` seconds."""
+    deadline = time.monotonic() + timeout
+    while process.poll() is None and time.monotonic() < deadline:
+        await asyncio.sleep(0.005)
+    return process.returncode
 
 
 # -- the pool --------------------------------------------------------------------------------------
@@ -267,15 +225,19 @@ class WorkerPool:
         self._timeout = timeout
         setup = pickle.dumps((factory, arguments))
         self._workers = [WorkerHandle(setup) for _ in range(count)]
+        self._loop = EventLoop()
         self._closed = False
         try:
-            for worker in self._workers:  # start all of them before waiting for any
-                worker.start()
-            for worker in self._workers:
-                worker.wait_until_ready()
+            self._loop.run(self._start())
         except BaseException:
             self.close()
             raise
+
+    async def _start(self) -> None:
+        failures = await asyncio.gather(*(worker.start() for worker in self._workers))
+        for failure in failures:
+            if failure is not None:
+                raise RuntimeError(f"a worker process could not be started: {failure.message}")
 
     def run(self, calls: Sequence[tuple[Any, ...]], timeouts: Sequence[float] | None = None) -> list[Any]:
         """The result of each call, in order; a Failure if it raised, timed out or crashed.
@@ -284,44 +246,32 @@ class WorkerPool:
         """
         if self._closed:
             raise RuntimeError("the worker pool is closed")
+        results: list[Any] = self._loop.run(self._run(calls, timeouts or [self._timeout] * len(calls)))
+        return results
+
+    async def _run(self, calls: Sequence[tuple[Any, ...]], timeouts: Sequence[float]) -> list[Any]:
         results: list[Any] = [None] * len(calls)
-        queued = deque(range(len(calls)))
-        busy: dict[WorkerHandle, int] = {}
-        retried: set[int] = set()
+        queued = iter(range(len(calls)))  # a worker that is free takes the next one
 
-        def finish(worker: WorkerHandle, index: int, result: Any) -> None:
-            if _should_retry(worker, result) and index not in retried:
-                retried.add(index)
-                queued.appendleft(index)
-            else:
-                results[index] = result
+        async def serve(worker: WorkerHandle) -> None:
+            for index in queued:
+                results[index] = await worker.call(calls[index], timeouts[index])
+                if _should_retry(worker, results[index]):
+                    results[index] = await worker.call(calls[index], timeouts[index])
 
-        try:
-            while queued or busy:
-                for worker in self._workers:
-                    if queued and worker not in busy:
-                        index = queued.popleft()
-                        failure = worker.send_call(calls[index], timeouts[index] if timeouts else self._timeout)
-                        if failure is None:
-                            busy[worker] = index
-                        else:
-                            finish(worker, index, failure)
-                wait_for_any(busy)
-                for worker in list(busy):
-                    result = worker.poll_result()
-                    if result is not PENDING:
-                        finish(worker, busy.pop(worker), result)
-        finally:  # after Ctrl-C, a late answer must not be mistaken for that of the next call
-            for worker in busy:
-                worker.stop()
+        async with asyncio.TaskGroup() as tasks:
+            for worker in self._workers:
+                tasks.create_task(serve(worker))
         return results
 
     def close(self) -> None:
-        self._closed = True
-        for worker in self._workers:
-            worker.request_stop()  # all of them before waiting for any
-        for worker in self._workers:
-            worker.stop()
+        if not self._closed:
+            self._closed = True
+            self._loop.run(self._stop())
+            self._loop.close()
+
+    async def _stop(self) -> None:
+        await asyncio.gather(*(worker.stop() for worker in self._workers))
 
 
 def _should_retry(worker: WorkerHandle, result: Any) -> bool:

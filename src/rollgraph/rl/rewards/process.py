@@ -13,30 +13,28 @@ import resource
 import select
 import signal
 import socket
-import struct
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, BinaryIO, NamedTuple, NoReturn
 
 from rollgraph.errors import user_line
 from rollgraph.log.streams import survive_closed_terminal
 from rollgraph.rl.paths import load_object
 
 # -- messages between a pool and its workers -------------------------------------------------------
-# A worker imports this file before it has the user's search path.
+# To a worker: pickles, one after the other; first (factory, arguments), then a (number, arguments) for each call.
+# From a worker: lines of JSON, [kind, number of the call, value]. Making the function is call 0, with the worker's PID
+# as its result. A worker imports this file before it has the user's search path.
 
 # Blocked in a new worker until it has installed handlers.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-READY, START_FAILED, STARTED, RESULT = "ready", "broken", "begun", "result"  # kinds of messages from a worker
-_HEADER = struct.Struct(">4sQ")
-_MAGIC = b"call"
-_MAX_BYTES = 2**32  # in one message
+STARTED, RESULT = "begun", "result"  # kinds of messages from a worker
 _PACKAGE = Path(__file__).parents[2]
 
 
@@ -82,45 +80,14 @@ def short_repr(value: Any) -> str:
         return f"a {type(value).__name__} that cannot be shown"
 
 
-def encode_frame(body: bytes) -> bytes:
-    return _HEADER.pack(_MAGIC, len(body)) + body
-
-
-class FrameBuffer:
-    """Reassembles messages from received bytes."""
-
-    def __init__(self) -> None:
-        self._buffer = bytearray()
-
-    def add(self, data: bytes) -> None:
-        self._buffer += data
-
-    def read(self) -> Iterator[bytes]:
-        """Yield complete messages; raises ProtocolError if the bytes are not messages."""
-        while self._buffer:
-            if not _MAGIC.startswith(bytes(self._buffer[: len(_MAGIC)])):
-                raise ProtocolError
-            if len(self._buffer) < _HEADER.size:
-                return
-            length = _HEADER.unpack_from(self._buffer)[1]
-            if length > _MAX_BYTES:
-                raise ProtocolError
-            end = _HEADER.size + length
-            if len(self._buffer) < end:
-                return
-            body = bytes(self._buffer[_HEADER.size : end])
-            del self._buffer[:end]
-            yield body
-
-
 def encode_message(kind: str, call_number: int, value: Any = None) -> bytes:
-    """A framed message to the pool. JSON rather than pickle: the training process must not unpickle a worker's data."""
-    return encode_frame(json.dumps([kind, call_number, _to_json(value)]).encode())
+    """A message to the pool. JSON rather than pickle: the training process must not unpickle a worker's data."""
+    return json.dumps([kind, call_number, _to_json(value)]).encode() + b"\n"
 
 
-def decode_message(body: bytes) -> tuple[str, int, Any]:
+def decode_message(line: bytes) -> tuple[str, int, Any]:
     try:
-        kind, call_number, value = json.loads(body, object_hook=lambda entry: Failure(*entry["failure"]))
+        kind, call_number, value = json.loads(line, object_hook=lambda entry: Failure(*entry["failure"]))
     except Exception as error:  # including RecursionError
         raise ProtocolError from error
     return kind, call_number, value
@@ -156,13 +123,13 @@ def run_worker(descriptor: int, path: list[str]) -> NoReturn:
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     stack = ExitStack()
     stack.enter_context(survive_closed_terminal())  # for the output of calls, until the process ends
-    messages = _receive(connection)
-    factory, arguments = pickle.loads(next(messages))
+    messages = open(descriptor, "rb", closefd=False)  # noqa: SIM115 (the connection owns the descriptor)
+    factory, arguments = pickle.load(messages)
     calls: Calls = SimpleQueue()
-    # Before the function is made, because a call may arrive any time.
+    # Before the function is made, because the pool may close the connection any time.
     Thread(target=_enqueue_calls, args=(messages, calls), daemon=True).start()
     function = _make_function(connection, factory, arguments, path)
-    connection.sendall(encode_message(READY, 0, os.getpid()))
+    connection.sendall(encode_message(RESULT, 0, os.getpid()))
     while True:
         call_number, call = calls.get()
         result: Any = None
@@ -184,7 +151,7 @@ def _make_function(
         function: Callable[..., Any] = make(*arguments)
         return function
     except BaseException as error:  # including SystemExit: a user's module is a program
-        connection.sendall(encode_message(START_FAILED, 0, failure_of(error)))
+        connection.sendall(encode_message(RESULT, 0, failure_of(error)))
         os._exit(1)
 
 
@@ -213,17 +180,10 @@ def _encode_result(call_number: int, result: Any) -> bytes:
         return encode_message(RESULT, call_number, failure_of(error))
 
 
-def _receive(connection: socket.socket) -> Iterator[bytes]:
-    frames = FrameBuffer()
-    while data := connection.recv(2**16):
-        frames.add(data)
-        yield from frames.read()
-
-
-def _enqueue_calls(messages: Iterator[bytes], calls: Calls) -> None:
+def _enqueue_calls(messages: BinaryIO, calls: Calls) -> None:
     try:
-        for message in messages:
-            calls.put(pickle.loads(message))
+        while True:
+            calls.put(pickle.load(messages))
     finally:  # the pool's process is gone, so nobody waits for the running call
         os._exit(0)
 

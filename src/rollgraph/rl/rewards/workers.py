@@ -6,7 +6,6 @@ the same worker, which runs them concurrently.
 
 from __future__ import annotations
 
-import importlib
 import io
 import pickle
 import sys
@@ -15,6 +14,8 @@ from dataclasses import replace
 from types import FunctionType
 from typing import Any
 
+import cloudpickle
+
 from rollgraph.rl.paths import LoadError
 from rollgraph.rl.rewards.calls import RewardCaller, RewardJob, ScoredBatch
 from rollgraph.rl.rewards.loading import Reward, RewardLog, RewardSpec, load_reward
@@ -22,68 +23,44 @@ from rollgraph.rl.rewards.pool import PoolFactory, WorkerPool
 from rollgraph.rl.rewards.process import Failure
 
 # -- pickling functions ----------------------------------------------------------------------------
-# A function of an importable module is pickled by name. A function defined in a script or notebook, which workers
-# cannot import, is pickled by value if `cloudpickle` is installed. If neither works, the error says why and what to do.
-
-_ADVICE = "move the function into a module that can be imported"
+# cloudpickle pickles a function of a loaded module by name, and any other by value. We refuse a module that is loaded
+# here but that a worker could not import.
 
 
 def pickle_function(value: Any) -> bytes:
     """Pickle a function and its options for `pickle.loads` in a worker."""
     buffer = io.BytesIO()
     pickler = _Pickler(buffer)
-    problem = ""
     try:
         pickler.dump(value)
     except Exception as error:  # pickle raises many classes of errors, and users' objects raise any
-        problem = f"it cannot be pickled ({type(error).__name__}: {error})"
-    missing = pickler.modules_not_importable()
-    if missing - {"__main__"}:
-        modules = ", ".join(sorted(missing))
-        raise _cannot_send(f"it is defined in the module {modules}, which they cannot import; {_ADVICE}")
-    if missing:
-        problem = "it is defined in a script or a notebook (__main__), which they do not import"
-    if not problem:
-        return buffer.getvalue()
-    return _cloudpickle(value, problem)
-
-
-def _cloudpickle(value: Any, problem: str) -> bytes:
-    try:
-        cloudpickle = importlib.import_module("cloudpickle")
-    except ImportError:
-        raise _cannot_send(f"{problem}; pip install cloudpickle, {_ADVICE}") from None
-    try:
-        pickled: bytes = cloudpickle.dumps(value)
-    except Exception as error:
         reason = f"cloudpickle cannot pickle it and what it refers to ({type(error).__name__}: {error})"
-        raise _cannot_send(f"{reason}; {_ADVICE}") from error
-    return pickled
+        raise _cannot_send(reason) from error
+    missing = {module for module in pickler.modules if not _is_importable(module)}
+    if missing:
+        raise _cannot_send(f"it is defined in the module {', '.join(sorted(missing))}, which they cannot import")
+    return buffer.getvalue()
 
 
-def _cannot_send(detail: str) -> LoadError:
-    return LoadError(f"cannot be sent to reward workers: {detail}", alternative=("workers", 0))
+def _cannot_send(reason: str) -> LoadError:
+    detail = f"cannot be sent to reward workers: {reason}; move the function into a module that can be imported"
+    return LoadError(detail, alternative=("workers", 0))
 
 
-class _Pickler(pickle.Pickler):
-    """Records the modules of all functions and classes that it pickles."""
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Records the modules of all functions and classes that it pickles, except for scripts and notebooks."""
 
     def __init__(self, buffer: io.BytesIO) -> None:
         super().__init__(buffer)
-        self._modules: set[str] = set()
+        self.modules: set[str] = set()
 
     def persistent_id(self, value: Any) -> None:
-        if isinstance(value, FunctionType | type):
-            self._modules.add(value.__module__ or "__main__")  # None: made by `exec`
-
-    def modules_not_importable(self) -> set[str]:
-        return {module for module in self._modules if not _is_importable(module)}
+        if isinstance(value, FunctionType | type) and value.__module__ not in (None, "__main__"):  # None: from `exec`
+            self.modules.add(value.__module__)
 
 
 def _is_importable(module: str) -> bool:
     """Whether a process with our search path can import it. That it is loaded here proves nothing."""
-    if module == "__main__":
-        return False
     top = module.partition(".")[0]
     return any(finder.find_spec(top, None) is not None for finder in sys.meta_path)
 
