@@ -675,7 +675,7 @@ def test_gradients_accumulate(device: torch.device, clone: bool) -> None:
     torch.testing.assert_close(gradients(layer), gradients(eager), rtol=0, atol=0)
 
 
-# -- FP8 --------------------------------------------------------------------------------------------
+# -- FP8 -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ def greedy_logprobs(capsys: pytest.CaptureFixture[str], folder: Path) -> list[fl
     return logprobs
 
 
-# -- files ------------------------------------------------------------------------------------------
+# -- files -----------------------------------------------------------------------------------------
 
 
 def test_a_checkpoint_holds_only_the_adapter(trained: Path) -> None:
