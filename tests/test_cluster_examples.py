@@ -191,9 +191,8 @@ def test_the_batch_script_passes_its_arguments_on(tmp_path: Path) -> None:
     assert train_arguments == ["train", "my.yaml", "steps=7", "reward.functions=[{name: exact_match}]"]
     assert config_of(train_arguments).steps == 7
     arguments = yaml.safe_load((tmp_path / "torchrun.json").read_text())
-    supported = [
-        word for word in arguments if word not in ("--shutdown-timeout", "540")
-    ]  # an option of newer versions only
+    # Only newer versions of torchrun have this option.
+    supported = [word for word in arguments if word not in ("--shutdown-timeout", "540")]
     options = get_args_parser().parse_args(supported)
     assert (options.nnodes, options.nproc_per_node, options.no_python) == ("2", "8", True)
     assert (options.rdzv_endpoint, options.rdzv_id, options.max_restarts) == ("node-a:29500", "17.3", 20)

@@ -626,13 +626,13 @@ def test_an_exception_in_a_step_loses_no_finished_step(
         with pytest.raises(ZeroDivisionError):
             train(sparse_config(folder, impl), ONE)
     (saved,) = (folder / "run" / "checkpoints").glob("step_*")
-    taken = int(saved.name.removeprefix("step_")) + 1
-    assert 1 < taken < 6
-    assert f"saved after {taken} of 6 steps" in capsys.readouterr().out
+    steps_saved = int(saved.name.removeprefix("step_")) + 1
+    assert 1 < steps_saved < 6
+    assert f"saved after {steps_saved} of 6 steps" in capsys.readouterr().out
     train(sparse_config(folder, impl, "resume=must"), ONE)
     expected = metrics_of(undisturbed)
     if failure == "the metrics":  # the failed step wrote none
-        del expected[taken - 1]
+        del expected[steps_saved - 1]
     assert metrics_of(folder / "run") == expected
     assert_same_weights(undisturbed, folder / "run", step=5)
 

@@ -67,9 +67,7 @@ def megatron_world(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
     monkeypatch.setattr(cuda_graphs, "torch", CaptureStandIn())
     monkeypatch.setattr(utils, "cuda_graph_attr_cache", None)
-    initialize_rng_tracker(
-        inference_rng_tracker=True, force_reset=True
-    )  # the only graph-safe tracker that needs no GPU
+    initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)  # graph-safe, and needs no GPU
     reset_graphs(monkeypatch)
     try:
         yield

@@ -299,9 +299,7 @@ def test_a_failed_repair_has_its_reason(monkeypatch: pytest.MonkeyPatch, capsys:
 
 def test_versions_of_installed_packages() -> None:
     installed = find_installed()
-    assert installed["torch"] == metadata.version(
-        "torch"
-    )  # without the local version, which torch.__version__ may have
+    assert installed["torch"] == metadata.version("torch")  # unlike torch.__version__, without the local version
     assert (installed["cuda"] is not None) == torch.cuda.is_available()
     assert examination._version("json", ("no-such-distribution",)) == "from source"
     assert examination._version("no_such.module", ("no-such-distribution",)) is None

@@ -247,9 +247,7 @@ def test_a_model_at_the_address_of_a_freed_one_is_switched() -> None:
     def switch_at_a_reused_address() -> int:
         first, model = make_gpt(), make_gpt()
         toggle(first, "none", reset=False)
-        utils.cuda_graph_attr_cache[id(model)] = utils.cuda_graph_attr_cache.pop(
-            id(first)
-        )  # as if the first model had been freed
+        utils.cuda_graph_attr_cache[id(model)] = utils.cuda_graph_attr_cache.pop(id(first))  # as if it were freed
         toggle(model, "none", reset=False)
         return len(list_managers(model))
 

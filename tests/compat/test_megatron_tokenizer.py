@@ -109,9 +109,8 @@ def test_our_base_class_has_the_interface_of_megatrons() -> None:
     assert theirs.__abstractmethods__ == OurLegacyTokenizer.__abstractmethods__
     our_tokenizer, their_tokenizer = make_tokenizer(OurLegacyTokenizer), make_tokenizer(theirs)
     assert our_tokenizer.unique_identifiers == their_tokenizer.unique_identifiers
-    assert (
-        our_tokenizer.unique_description == their_tokenizer.unique_description
-    )  # hashed for the names of dataset caches
+    # The description is hashed for the names of dataset caches.
+    assert our_tokenizer.unique_description == their_tokenizer.unique_description
     assert json.loads(our_tokenizer.unique_description)["lower"] == "True"
     for query in [*(lambda t, n=name: getattr(t, n) for name in OPTIONAL), lambda t: t.detokenize([0]), offsets]:
         messages = []

@@ -506,7 +506,7 @@ def test_the_command_explains_wrong_arguments(files: tuple[str, ...], capsys: py
     assert ("nowhere.yaml: cannot be read" if files == ("nowhere.yaml",) else "expected one file") in captured.err
 
 
-def test_the_documented_ledger_is_what_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_documented_ledger_matches_the_output(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(DATA)
     printed = import_nemo("grpo_megatron.yaml").describe().splitlines()
     _, _, block = (

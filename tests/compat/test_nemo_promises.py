@@ -128,13 +128,8 @@ def test_reasons_name_existing_keys() -> None:
     mentioned = set()
     for reason in all_reasons():
         mentioned |= set(re.findall(rf"(?<![\w./])(?:{sections})\.[a-z_.]*[a-z]", reason))
-    prefixes = (
-        "algorithm.options.",
-        "log.wandb.",
-        "log.mlflow.",
-        "data.train.",
-        "policy.",
-    )  # any name may follow, or the key is NeMo-RL's
+    # Any name may follow these, or the key is NeMo-RL's.
+    prefixes = ("algorithm.options.", "log.wandb.", "log.mlflow.", "data.train.", "policy.")
     assert {"memory.logits", "rollout.rows", "validation.every"} <= mentioned
     assert {key for key in mentioned - names if not key.startswith(prefixes)} == set()
 

@@ -1,4 +1,4 @@
-"""A program for `test_peak_memory.py`: two steps of a run, in a process of its own.
+"""A program for `test_peak_memory.py`: two steps of a run, in a separate process.
 
 Prints, as JSON, the resident bytes before the run, the peak, and the planned bytes.
 """

@@ -439,13 +439,13 @@ def test_the_command_prints_layouts_and_communication(run_file: str, capsys: pyt
 def test_json_has_layouts_and_scaling(run_file: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--ranks", "8", "--device-gib", "75", "--scale", "--link", "inside=200,5", "--json")
     assert run_plan(run_file, "shard=parameters", *SETTLED, *options) == 1
-    shown = json.loads(capsys.readouterr().out)
+    output = json.loads(capsys.readouterr().out)
     network = Network(inside=Link(200 * 1e9, 5 * 1e-6))
     plan = make_settled_plan(folder, "shard=parameters", ranks=8, network=network, device_bytes=75 << 30, scale="fixed")
-    assert shown == json.loads(json.dumps(plan.to_dict()))
-    assert shown["layout"] == {"ranks": 8, "nodes": 1, "shard": "parameters", "tensor_parallel": 1}
-    assert shown["proposal"] == plan.proposal
-    assert {entry["tensor_parallel"] for entry in shown["layouts"]} == {1, 2, 4, 8}
+    assert output == json.loads(json.dumps(plan.to_dict()))
+    assert output["layout"] == {"ranks": 8, "nodes": 1, "shard": "parameters", "tensor_parallel": 1}
+    assert output["proposal"] == plan.proposal
+    assert {entry["tensor_parallel"] for entry in output["layouts"]} == {1, 2, 4, 8}
 
 
 @pytest.mark.parametrize(

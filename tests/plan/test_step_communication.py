@@ -86,9 +86,8 @@ def test_tensor_parallel_all_reduces_twice_per_layer_and_pass(folder: Path) -> N
     microbatch_seconds = 2 * 64 * group.all_reduce(8192 * 5120 * 2, "ring")
     scored, trained = communication["score", "sums of tensor groups"], communication["train", "sums of tensor groups"]
     assert scored.seconds == scored.exposed == pytest.approx(microbatches * microbatch_seconds)
-    assert trained.exposed == pytest.approx(
-        2.5 * scored.exposed
-    )  # forward, backward, and half of the layers recomputed
+    # Forward, backward, and half of the layers recomputed.
+    assert trained.exposed == pytest.approx(2.5 * scored.exposed)
     assert {phase for phase, _ in communication} == set(PHASES)
 
 

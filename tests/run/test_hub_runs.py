@@ -241,15 +241,15 @@ def test_each_machine_downloads_once(folder: Path, server: HubServer, tmp_path: 
     server.repos["model", "org/model"] = read_files(folder / "model")
     files = [str(folder / "train.jsonl"), str(folder / "held_out.jsonl")]
     config = config_of(folder, "run", "org/model", *files)
-    one, other = run_world(2, tmp_path, pinned_path, folder, server.url, config)
-    assert one == other
-    assert one.startswith("hf://org/model@")
+    first, second = run_world(2, tmp_path, pinned_path, folder, server.url, config)
+    assert first == second
+    assert first.startswith("hf://org/model@")
     assert sorted(server.downloads) == sorted([*read_files(folder / "model")] * 2)
     assert run_world(2, tmp_path, fills_its_cache, folder, server.url) == [True, False]
     for raised in (OSError("no disk"), SystemExit("no disk")):
-        one, other = run_world(2, tmp_path, failure, raised)
-        assert one == f"{type(raised).__name__}: no disk"
-        assert other == "FailedElsewhere: rank 0 failed: no disk"
+        first, second = run_world(2, tmp_path, failure, raised)
+        assert first == f"{type(raised).__name__}: no disk"
+        assert second == "FailedElsewhere: rank 0 failed: no disk"
     assert run_world(2, tmp_path, outlasts_the_timeout) == [["done", ""], ["done", ""]]
 
 

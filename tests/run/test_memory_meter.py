@@ -51,13 +51,11 @@ def test_a_phase_on_a_cpu_has_the_resident_memory_at_its_end() -> None:
 
 
 def test_the_peak_of_a_process_is_not_inherited_from_its_parent() -> None:
-    parent_memory = bytearray(1024 * MIB)
-    parent_memory[:: mmap.PAGESIZE] = bytes(
-        len(range(0, len(parent_memory), mmap.PAGESIZE))
-    )  # makes every page resident
+    memory = bytearray(1024 * MIB)
+    memory[:: mmap.PAGESIZE] = bytes(len(range(0, len(memory), mmap.PAGESIZE)))  # makes every page resident
     program = "from rollgraph.run.step_log import peak_resident_bytes; print(peak_resident_bytes())"
     peak = int(subprocess.check_output([sys.executable, "-c", program]))
-    assert 0 < peak < len(parent_memory)
+    assert 0 < peak < len(memory)
 
 
 def test_without_proc_only_the_peak_is_known(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,8 +35,7 @@ def test_the_display_shows_every_phase_to_its_end(
     ends = [line.partition(":")[0] for line in before if "done in" in line]
     unfinished = [line.partition(":")[0] for line in before if "done in" not in line]
     assert ends == [*phases, "validate"]  # validates again after its only step
-    assert (
-        list(dict.fromkeys(name for name in unfinished if name in phases)) == phases
-    )  # a slow machine prints more lines
+    # A slow machine prints more lines.
+    assert list(dict.fromkeys(name for name in unfinished if name in phases)) == phases
     assert progress["train"] == [(8, 16), (16, 16)]  # two minibatches
     assert progress["warm start"] == [(0, 3), (1, 3), (2, 3)]

@@ -76,7 +76,7 @@ def test_a_long_run_opens_with_little_work(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.slow
-def test_a_hundred_thousand_steps_and_a_million_samples_open_with_little_work(tmp_path: Path) -> None:
+def test_a_run_of_a_million_samples_opens_with_little_work(tmp_path: Path) -> None:
     check_long_run(tmp_path / "run", tmp_path / "cache", steps=100_000, samples=1_000_000)
 
 
