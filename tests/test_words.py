@@ -9,7 +9,7 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src/rollgraph"
 VAGUE = {"found", "given", "made", "wanted", "place", "own", "other"}
-MOST_LINES = 5  # of the lifetime of a vague name
+MOST_LINES = 5  # the longest that a vague name may live
 # Entry points of programs, and the name of a function of another library.
 SHARED = {"main", "make_graphed_callables"}
 KEYS = {("config/keys.py", "place"), ("compat/graph_keys.py", "place")}  # keys of YAML and JSON

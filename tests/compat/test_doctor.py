@@ -166,7 +166,7 @@ def test_a_config_without_mistakes_has_no_remarks(
     assert "config: no remarks" in capsys.readouterr().out
 
 
-def test_an_environment_without_megatron_is_healthy(
+def test_without_the_megatron_family_nothing_is_examined(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     installed = dict.fromkeys(find_installed()) | {"torch": "2.11"}

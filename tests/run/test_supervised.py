@@ -288,7 +288,7 @@ def test_activation_checkpointing_changes_no_bit(folder: Path, make: Any, impl: 
 @pytest.mark.multi
 @pytest.mark.parametrize("make", [config_of, dpo_config])
 def test_two_ranks_learn_what_one_rank_learns(folder: Path, make: Any) -> None:
-    """Each has its share of the rows, also of the three held-out ones, and metrics are summed over ranks."""
+    """Each has its share of the rows, also of the three held-out ones, and metrics are those of all rows."""
     warm = f"warm_start={{data: {folder / 'train.jsonl'}, steps: 3, batch_size: 3, lr: 1e-3}}"
     options = ["data.prompts_per_step=5", "optimizer.lr=1e-3", "graph.exact=off", warm]
     train(make(folder, *options), ONE)
