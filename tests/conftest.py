@@ -1,6 +1,6 @@
-"""What every test runs under: two threads unless OMP_NUM_THREADS is set, seed 0, a hypothesis profile, this checkout.
+"""Settings of every test: two threads unless OMP_NUM_THREADS is set, seed 0, a Hypothesis profile, this checkout.
 
-Tests marked `gpu` run only with a GPU. `--shuffle SEED` runs all in random order.
+Tests marked `gpu` run only with a GPU. `--shuffle SEED` runs all tests in random order.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 
 try:
     import hypothesis
-except ImportError:  # the tests marked gpu need no more than pytest and torch
+except ImportError:  # tests marked gpu need only pytest and torch
     pass
 else:
     # Fewer examples in `make test`; `make test-all` takes "ci".
@@ -28,13 +28,13 @@ else:
     hypothesis.settings.register_profile("thorough", deadline=None, max_examples=5000)
     hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
-# Processes that a test starts import this checkout, wherever another one is installed.
+# Child processes import this checkout, even if another one is installed.
 _PATHS = [str(Path(__file__).parents[1] / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
 os.environ["PYTHONPATH"] = os.pathsep.join(_PATHS)
 
 multiprocessing.set_forkserver_preload(["tests.forkserver_imports"])
 
-# Under nohup, signals of a closing terminal are ignored, in the processes that a test starts too.
+# nohup ignores SIGHUP, also in child processes.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # Results are compared bit for bit, and the order of a CPU reduction depends on the number of threads.
@@ -44,11 +44,11 @@ if "OMP_NUM_THREADS" not in os.environ:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--shuffle", metavar="SEED", help="run the tests in an order that is random, from this seed")
+    parser.addoption("--shuffle", metavar="SEED", help="run the tests in random order, from this seed")
 
 
-def shuffled(items: list[pytest.Item], order: random.Random) -> list[pytest.Item]:
-    """The files in any order, and the tests of each: what the tests of a file share is made once still."""
+def shuffle_tests(items: list[pytest.Item], order: random.Random) -> list[pytest.Item]:
+    """Shuffle files, and tests within each file, so that module fixtures are still made once."""
     files: dict[Path, list[pytest.Item]] = {}
     for item in items:
         files.setdefault(item.path, []).append(item)
@@ -62,7 +62,7 @@ def shuffled(items: list[pytest.Item], order: random.Random) -> list[pytest.Item
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     seed = config.getoption("--shuffle")
     if seed is not None:
-        items[:] = shuffled(items, random.Random(seed))
+        items[:] = shuffle_tests(items, random.Random(seed))
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device, and torch.cuda.is_available() is False")
@@ -72,7 +72,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """One line for everything that was skipped; `-rs` has a line for each reason."""
+    """Summarize skipped tests in one line; `-rs` has a line for each reason."""
     skipped = terminalreporter.stats.get("skipped", [])
     reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in skipped)
     if reasons:
@@ -83,7 +83,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture
 def ctrl_c() -> Iterator[None]:
-    """Restore the default Ctrl-C handler: a shell makes background jobs, and so the tests in them, ignore Ctrl-C."""
+    """Restore the default Ctrl-C handler, because shells let background jobs ignore Ctrl-C."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -91,10 +91,10 @@ def ctrl_c() -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _few_live_objects() -> Iterator[None]:
-    """A capture looks through everything alive; leave out what was alive before a module's tests.
+    """Freeze the objects from before a module's tests, since a capture walks over all that are not frozen.
 
-    It stays frozen: collecting what all imports have made, again for each module, would take a minute in all. With a
-    GPU it does not, because garbage may hold the device's memory.
+    They stay frozen, because collecting the objects of all imports after each module would take a minute in total.
+    With a GPU they do not, because garbage may hold device memory.
     """
     gc.collect()
     gc.freeze()

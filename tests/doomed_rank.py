@@ -1,7 +1,7 @@
-"""A rank of `torchrun` that is killed, or stopped, in a phase of its own choosing: `torchrun -m tests.doomed_rank`.
+"""A rank of `torchrun` that kills or stops itself in a given phase: `torchrun -m tests.doomed_rank`.
 
-DOOM is a JSON list with one entry for each attempt: which rank, in which phase, at which entry into it in that attempt,
-how many seconds later, and by which signal. Attempts beyond the list are not disturbed.
+DOOM is a JSON list with an entry for each attempt: the rank, the phase, the number of the entry into that phase, a
+delay in seconds, and the signal. Attempts beyond the list are not disturbed.
 """
 
 from __future__ import annotations
@@ -19,35 +19,35 @@ from rollgraph.cli import main
 from rollgraph.parallel.ranks.failures import LossReport
 from rollgraph.parallel.ranks.liveness import Liveness
 
-START = "start"  # not a phase of a run: before the rank has joined the others
+START = "start"  # not a phase of a run, but before the rank has joined
 
 
 def doom_of(attempt: int, rank: int) -> dict[str, Any] | None:
     dooms = json.loads(os.environ["DOOM"])
     if attempt < len(dooms) and dooms[attempt]["rank"] == rank:
-        found: dict[str, Any] = dooms[attempt]
-        return found
+        doom: dict[str, Any] = dooms[attempt]
+        return doom
     return None
 
 
-leaving = threading.RLock()  # held for ever by a rank that says goodbye: from then on nobody misses it
+leaving = threading.RLock()  # held from the moment that this rank leaves, when the others no longer miss it
 
 
 def carry_out(doom: dict[str, Any], note: Path) -> None:
-    def end() -> None:
+    def send_signal() -> None:
         time.sleep(doom["delay"])
         with leaving:
             note.write_text(str(time.time()))
             os.kill(os.getpid(), getattr(signal, doom["how"]))
 
     if doom["delay"]:
-        threading.Thread(target=end, daemon=True).start()
+        threading.Thread(target=send_signal, daemon=True).start()
     else:
-        end()
+        send_signal()
 
 
 def watch(attempt: int, rank: int, notes: Path) -> None:
-    """Note when this rank is doomed and when it knows of a loss, and carry out the doom."""
+    """Carry out the doom, and write notes about its time and about when this rank learns of a loss."""
     doom, entries = doom_of(attempt, rank), 0
     killed, known = notes / f"killed{attempt}", notes / f"known{attempt}.{rank}"
     enter, accept, leave = Liveness.enter_phase, Liveness._accept_loss, Liveness.leave
@@ -61,7 +61,7 @@ def watch(attempt: int, rank: int, notes: Path) -> None:
                 carry_out(doom, killed)
 
     def accept_loss(self: Liveness, report: LossReport, seconds_left: float) -> None:
-        if not known.exists() and not report.stopped:  # that one is of `torchrun`, which may know first
+        if not known.exists() and not report.stopped:  # not the stop by `torchrun`, which may come first
             known.write_text(json.dumps({"at": time.time(), "rank": report.rank, "phase": report.phase}))
         accept(self, report, seconds_left)
 

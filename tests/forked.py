@@ -1,7 +1,6 @@
-"""Programs of rollgraph in a process of their own, forked from one that has imported PyTorch.
+"""Commands of rollgraph in processes that are forked from one that has imported PyTorch.
 
-This takes seconds less than a new interpreter. One test of each command starts it as a user does; the others start it
-like this.
+This saves seconds over a new interpreter. One test of each command starts it as a user does, the others like this.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ def _run(program: Program, folder: Path, arguments: tuple[str, ...], out: Path, 
 
 
 class ForkedCommand:
-    """A command that was started. Its methods are those of `subprocess.Popen` that the tests need."""
+    """A running command, with the methods of `subprocess.Popen` that tests need."""
 
     def __init__(self, folder: Path, out: Path, *arguments: str, program: Program = cli.main, **variables: str) -> None:
-        """Run a program with arguments, in a folder. What it writes passes through files in `out`."""
+        """Start a program in a folder. Its output goes to files in `out`."""
         self._out = out
         context = multiprocessing.get_context("forkserver")
         self._process = context.Process(target=_run, args=(program, folder, arguments, out, variables))
@@ -49,11 +48,11 @@ class ForkedCommand:
         os.kill(self._process.pid, number)
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
-        """Wait for the end; return what was written to standard output and to standard error."""
+        """Wait for the end, and return standard output and standard error."""
         self._process.join(timeout)
         assert self._process.exitcode is not None
         stdout, stderr = ((self._out / name) for name in ("stdout", "stderr"))
-        if not stderr.exists():  # it was killed before it wrote
+        if not stderr.exists():  # killed before it opened its files
             return "", ""
         return stdout.read_text(), stderr.read_text()
 

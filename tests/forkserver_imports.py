@@ -1,7 +1,7 @@
-"""Imported by the process that ranks are forked from, so that none of them has to do what takes long.
+"""Imported by the forkserver, so that no rank repeats slow work.
 
-It runs the kernels of a CPU once, because loading them takes longer than most tests, and freezes what the imports have
-made: a collection in a rank would otherwise copy all of it. It starts no thread, which a fork would lose.
+It runs the CPU kernels once, because loading them takes longer than most tests. It freezes the objects of the imports,
+whose pages a garbage collection in a rank would otherwise copy. It starts no thread, since a fork would lose it.
 """
 
 import gc

@@ -1,4 +1,4 @@
-"""Triton's interpreter, which runs kernels on a CPU."""
+"""Running kernels on a CPU, in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ENVIRONMENT = {
 
 
 def require_interpreter() -> None:
-    """Skip the test where Triton is missing, or where its interpreter does not work with the installed NumPy."""
+    """Skip the test if Triton is missing or its interpreter does not work with the installed NumPy."""
     pytest.importorskip("triton")
     problem = _probe()
     if problem:
@@ -31,12 +31,12 @@ def require_interpreter() -> None:
 @functools.cache
 def _probe() -> str:
     program = [sys.executable, str(ROOT / "tests" / "interpreter_probe.py")]
-    done = subprocess.run(program, env=ENVIRONMENT, capture_output=True, text=True, timeout=900, check=False)
-    return "" if done.returncode == 0 else done.stderr.strip().splitlines()[-1]
+    completed = subprocess.run(program, env=ENVIRONMENT, capture_output=True, text=True, timeout=900, check=False)
+    return "" if completed.returncode == 0 else completed.stderr.strip().splitlines()[-1]
 
 
 def run_interpreted(compare: Callable[[str], None]) -> None:
-    """Call a function of a test module with "cpu", in a new process: Triton must be told before it is imported."""
+    """Call a function of a test module with "cpu", in a new process, since TRITON_INTERPRET is read on import."""
     require_interpreter()
     program = f"from {compare.__module__} import {compare.__name__}; {compare.__name__}('cpu')"
     subprocess.run([sys.executable, "-c", program], env=ENVIRONMENT, cwd=ROOT, check=True, timeout=900)

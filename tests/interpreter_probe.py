@@ -1,4 +1,4 @@
-"""A kernel that uses what ours use of Triton's interpreter: loops and branches over loaded numbers."""
+"""A kernel with the features of Triton's interpreter that ours need: loops and branches on loaded numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether processes have ended, for tests of those that must."""
+"""Whether processes have ended."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from pathlib import Path
 
 
 def is_running(pid: int) -> bool:
-    """With any of its threads: a killed process is a zombie before the last of them has gone."""
+    """Whether any thread of a process runs: a killed process can be a zombie while other threads still exit."""
     try:
         threads = list(Path(f"/proc/{pid}/task").iterdir())
         states = [(thread / "stat").read_text().rpartition(")")[2].split()[0] for thread in threads]
     except (FileNotFoundError, ProcessLookupError):
         return Path(f"/proc/{pid}/task").exists() and len(list(Path(f"/proc/{pid}/task").iterdir())) > 1
-    return len(states) > 1 or states != ["Z"]  # an orphan that is dead and that nobody has collected
+    return len(states) > 1 or states != ["Z"]  # a zombie counts as ended
 
 
 def wait_until_gone(pids: list[int]) -> None:

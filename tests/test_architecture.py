@@ -1,4 +1,4 @@
-"""Who may import whom, checked on the source without importing it.
+"""Rules about imports, checked on the source without importing it.
 
 The rules below are the architecture. A package imports only what its rule names, and a rule names only packages above
 it. An import in a function or under TYPE_CHECKING counts like any other.
@@ -19,8 +19,8 @@ PACKAGE = "rollgraph"
 SOURCE = Path(__file__).parents[1] / "src" / PACKAGE
 MOST_FILES = 20  # in one folder
 
-# A package or a file of the door, and what it may import of the others. A part, as `parallel/ranks`, has a rule of its
-# own where the whole has another.
+# What each package and top-level file may import of the others. A part of a package, such as `parallel/ranks`, may have
+# a rule of its own.
 RULES = {
     "types": "",
     "errors": "",
@@ -52,7 +52,7 @@ RULES = {
     "__init__": "trainer",
 }
 
-# Leaves: what only these files may import.
+# Leaves, each with the only files that may import it.
 LEAVES = {
     "graph/sanitizer": "graph/__init__.py",
     "view": "commands/view.py",
@@ -60,8 +60,8 @@ LEAVES = {
     "starters": "",
 }
 
-# What a package may import beside the standard library, where that is not just anything; in brackets, only inside
-# functions and under TYPE_CHECKING, so that importing it stays instant.
+# What a package may import besides the standard library; packages without an entry may import anything. In brackets:
+# only inside functions and under TYPE_CHECKING, so that importing the package stays instant.
 BASE = "torch numpy safetensors tokenizers numba"
 EXTERNAL = {
     "types": "",
@@ -124,7 +124,7 @@ def read_imports(source: str, file: str) -> Iterator[Import]:
 
 
 def find_file(item: Import, files: dict[str, list[Import]]) -> str | None:
-    """The file an import is for; in `from package import name`, the name may be a module or not."""
+    """The file that an import reads. In `from package import name`, the name may be a module or not."""
     modules = [item.module] if item.name is None else [f"{item.module}.{item.name}", item.module]
     for module in modules:
         path = "/".join(module.split(".")[1:])
@@ -140,32 +140,32 @@ def is_in(file: str, packages: str) -> bool:
 
 
 def package_of(file: str, packages: Iterable[str] = tuple(RULES)) -> str | None:
-    """Of these packages, the smallest one that a file is in."""
+    """The innermost of these packages that contains the file."""
     return max((package for package in packages if is_in(file, package)), key=len, default=None)
 
 
-# -- checking it -----------------------------------------------------------------------------------
+# -- checking --------------------------------------------------------------------------------------
 
 
 def find_violations(root: Path) -> list[str]:
-    """Every breach of the rules in the package whose source is `root`, as `file:line: what is wrong`."""
+    """Every violation in the package whose source is `root`, as `file:line: problem`."""
     files = read_files(root)
-    found = []
+    violations = []
     for file, imports in files.items():
         package = package_of(file)
         if is_in(file, "starters"):
             continue
         if package is None:
-            found.append(f"{file}: is in no package that has a rule")
+            violations.append(f"{file}: is in no package that has a rule")
             continue
         for item in imports:
             if item.module.split(".")[0] == PACKAGE:
-                wrong = check_internal(file, package, item, files)
+                problem = check_internal(file, package, item, files)
             else:
-                wrong = check_external(file, item)
-            if wrong:
-                found.append(f"{file}:{item.line}: imports {wrong}")
-    return found + [f"{' -> '.join(cycle)}: import each other" for cycle in find_cycles(files)]
+                problem = check_external(file, item)
+            if problem:
+                violations.append(f"{file}:{item.line}: imports {problem}")
+    return violations + [f"{' -> '.join(cycle)}: import each other" for cycle in find_cycles(files)]
 
 
 def check_internal(file: str, package: str, item: Import, files: dict[str, list[Import]]) -> str | None:
@@ -196,18 +196,18 @@ def check_external(file: str, item: Import) -> str | None:
 
 
 def find_cycles(files: dict[str, list[Import]]) -> list[list[str]]:
-    """Files that import each other, one list for each loop that a walk meets."""
+    """Files that import each other, one list for each cycle that a walk meets."""
     targets = {
         file: sorted({target for item in imports if (target := find_target(item, files)) not in (None, file)})
         for file, imports in files.items()
     }
     done: set[str] = set()
     path: list[str] = []
-    found = []
+    cycles = []
 
     def walk(file: str) -> None:
         if file in path:
-            found.append([*path[path.index(file) :], file])
+            cycles.append([*path[path.index(file) :], file])
         elif file not in done:
             path.append(file)
             for target in targets[file]:
@@ -216,7 +216,7 @@ def find_cycles(files: dict[str, list[Import]]) -> list[list[str]]:
 
     for file in targets:
         walk(file)
-    return found
+    return cycles
 
 
 def find_target(item: Import, files: dict[str, list[Import]]) -> str | None:
@@ -233,13 +233,13 @@ def test_the_package_follows_the_rules() -> None:
 
 def test_rules_go_one_way() -> None:
     """A rule names only packages above it, or parts of them."""
-    above = ""
+    packages_above = ""
     for package, allowed in RULES.items():
-        assert [name for name in allowed.split() if not is_in(name, above)] == []
-        above += f" {package}"
+        assert [name for name in allowed.split() if not is_in(name, packages_above)] == []
+        packages_above += f" {package}"
 
 
-def test_every_rule_is_for_something() -> None:
+def test_no_rule_is_unused() -> None:
     files = read_files(SOURCE)
     assert {*RULES, *LEAVES} - {"starters"} <= {name for name in (*RULES, *LEAVES) for f in files if is_in(f, name)}
     used = {package: set() for package in RULES}
@@ -261,7 +261,7 @@ def test_folders_have_few_files() -> None:
     assert {folder: count for folder, count in counts.items() if count > MOST_FILES} == {}
 
 
-# -- the checker itself, on small trees ------------------------------------------------------------
+# -- the checker, on small trees -------------------------------------------------------------------
 
 NEIGHBOURS = dict.fromkeys(
     [
@@ -348,18 +348,18 @@ def check_tree(root: Path, sources: dict[str, str]) -> list[str]:
 
 
 @pytest.mark.parametrize(("file", "source"), ALLOWED)
-def test_allows(tmp_path: Path, file: str, source: str) -> None:
+def test_the_checker_allows(tmp_path: Path, file: str, source: str) -> None:
     assert check_tree(tmp_path, {**NEIGHBOURS, file: source}) == []
 
 
 @pytest.mark.parametrize(("file", "source", "message"), FORBIDDEN)
-def test_forbids(tmp_path: Path, file: str, source: str, message: str) -> None:
-    others = {**NEIGHBOURS, "graph/__init__.py": "from .pool import P", "graph/pool.py": "from . import hooks"}
-    (violation,) = check_tree(tmp_path, {**others, file: source})
+def test_the_checker_forbids(tmp_path: Path, file: str, source: str, message: str) -> None:
+    neighbours = {**NEIGHBOURS, "graph/__init__.py": "from .pool import P", "graph/pool.py": "from . import hooks"}
+    (violation,) = check_tree(tmp_path, {**neighbours, file: source})
     assert message in violation
 
 
-def test_a_cycle_is_found_through_several_files(tmp_path: Path) -> None:
+def test_the_checker_finds_cycles_of_several_files(tmp_path: Path) -> None:
     sources = {
         "graph/a.py": "from . import b",
         "graph/b.py": "def f():\n    from . import c",
@@ -369,7 +369,7 @@ def test_a_cycle_is_found_through_several_files(tmp_path: Path) -> None:
     assert violation == "graph/a.py -> graph/b.py -> graph/c.py -> graph/a.py: import each other"
 
 
-def test_reports_every_violation_of_every_file(tmp_path: Path) -> None:
+def test_the_checker_reports_every_violation_of_every_file(tmp_path: Path) -> None:
     sources = {
         **NEIGHBOURS,
         "files.py": "import torch\nimport json\nimport numpy",

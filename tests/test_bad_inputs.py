@@ -1,7 +1,7 @@
-"""Whatever is in the files that people hand in, a command says in one line which file it is, and does not wait.
+"""Whatever a user's files contain, a command names the bad file in one line, and does not hang.
 
-A table of odd values is thrown at every command that reads them. A traceback fails these tests as an exception; a
-command that waits for a pipe, or for a number of layers, fails by the time limit of the suite.
+Tables of odd values are given to every command that reads them. A traceback fails these tests as an exception. A
+command that blocks on a pipe, or loops over a huge number of layers, fails by the time limit of the suite.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ data: {train: nowhere.jsonl, max_prompt_tokens: 8}
 rollout: {max_tokens: 8}
 reward: {functions: [{name: exact_match}]}
 """
-HUGE = "9" * 400  # no float holds it
-DIGITS = "9" * 5000  # Python does not convert it
+HUGE = "9" * 400  # too large for a float
+DIGITS = "9" * 5000  # too long for int()
 DEEP = "[" * 300 + "]" * 300
 LEVELS = 40
 
@@ -54,12 +54,12 @@ def run_file(model: Path, name: str = "run.yaml") -> Path:
     return path
 
 
-def refused(capsys: pytest.CaptureFixture[str], words: list[str], *said: str) -> None:
-    """Check that the command ends with exit code 2, after one short line that contains all of these words."""
-    assert main(words) == 2
+def assert_refused(capsys: pytest.CaptureFixture[str], arguments: list[str], *parts: str) -> None:
+    """Check that the command exits with 2 after one short line that contains all of `parts`."""
+    assert main(arguments) == 2
     lines = capsys.readouterr().err.splitlines()
-    line = next((line for line in lines if all(part in line for part in said)), None)
-    assert line is not None, (said, lines)
+    line = next((line for line in lines if all(part in line for part in parts)), None)
+    assert line is not None, (parts, lines)
     assert len(line) < 1000
 
 
@@ -85,20 +85,20 @@ COMMANDS = [["config"], ["plan"], ["train"], ["eval"], ["export", "--to", "targe
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 @pytest.mark.parametrize("content", YAML.values(), ids=YAML.keys())
-def test_bad_configurations(
+def test_bad_configurations_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str | bytes, command: list[str]
 ) -> None:
     path = tmp_path / "bad.yaml"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    refused(capsys, [*command, str(path)], str(path))
+    assert_refused(capsys, [*command, str(path)], str(path))
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 @pytest.mark.parametrize("kind", ["pipe", "device", "folder", "NUL", "long name", "defaults", "loop"])
-def test_configurations_that_are_not_files(
+def test_configurations_that_are_no_files_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, command: list[str]
 ) -> None:
-    path, said = tmp_path / "bad.yaml", str(tmp_path / "bad.yaml")
+    path, message = tmp_path / "bad.yaml", str(tmp_path / "bad.yaml")
     if kind == "pipe":
         os.mkfifo(path)
     elif kind == "device":
@@ -106,19 +106,19 @@ def test_configurations_that_are_not_files(
     elif kind == "folder":
         path.mkdir()
     elif kind == "NUL":
-        path, said = tmp_path / "a\0b", "a path cannot hold a NUL character"
+        path, message = tmp_path / "a\0b", "a path cannot hold a NUL character"
     elif kind == "long name":
-        path, said = tmp_path / ("a" * 300), "cannot be read: File name too long"
+        path, message = tmp_path / ("a" * 300), "cannot be read: File name too long"
     elif kind == "loop":
         path.symlink_to(path)
     else:
         path.write_text("defaults: pipe.yaml\n")
         os.mkfifo(tmp_path / "pipe.yaml")
-        said = f"{path}:1: defaults: {tmp_path / 'pipe.yaml'}: is a named pipe"
-    refused(capsys, [*command, str(path)], said)
+        message = f"{path}:1: defaults: {tmp_path / 'pipe.yaml'}: is a named pipe"
+    assert_refused(capsys, [*command, str(path)], message)
 
 
-def test_a_base_that_is_named_twice_is_read_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_listed_twice_in_defaults_is_read_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for i in range(LEVELS):
         (tmp_path / f"{i}.yaml").write_text(f"defaults: [{i + 1}.yaml, {i + 1}.yaml]\nsteps: {LEVELS - i}\n")
     (tmp_path / f"{LEVELS}.yaml").write_text(RUN)
@@ -132,25 +132,27 @@ PATHS += ["algorithm.name", "rollout.environment.name"]
 
 @pytest.mark.parametrize("key", PATHS)
 @pytest.mark.parametrize("command", COMMANDS[:-1], ids=" ".join)
-def test_paths_with_a_nul_character(
+def test_paths_with_a_nul_character_are_refused(
     model: Path, capsys: pytest.CaptureFixture[str], command: list[str], key: str
 ) -> None:
-    words = [*command, str(run_file(model)), f'{key}="a\\0b"', "warm_start.steps=1"]
-    refused(capsys, words, f"{key}: a path cannot hold a NUL character")
+    arguments = [*command, str(run_file(model)), f'{key}="a\\0b"', "warm_start.steps=1"]
+    assert_refused(capsys, arguments, f"{key}: a path cannot hold a NUL character")
 
 
 @pytest.mark.parametrize("key", ["seed", "rollout.rows", "optimizer.lr", "model.tiny.layers"])
 @pytest.mark.parametrize("value", [str(2**63), HUGE, DIGITS], ids=["2^63", "HUGE", "DIGITS"])
-def test_bad_numbers_in_a_configuration(model: Path, capsys: pytest.CaptureFixture[str], key: str, value: str) -> None:
+def test_bad_numbers_in_a_configuration_are_refused(
+    model: Path, capsys: pytest.CaptureFixture[str], key: str, value: str
+) -> None:
     path = run_file(model)
-    said = "has more than 4300 digits" if value is DIGITS else f"{key}: "
-    refused(capsys, ["plan", str(path), f"{key}={value}"], said)
+    message = "has more than 4300 digits" if value is DIGITS else f"{key}: "
+    assert_refused(capsys, ["plan", str(path), f"{key}={value}"], message)
 
 
 @pytest.mark.parametrize("key", ["layers", "width", "heads", "mlp"])
-def test_bad_sizes_of_a_tiny_model(model: Path, capsys: pytest.CaptureFixture[str], key: str) -> None:
-    words = ["plan", str(run_file(model)), "model.path=null", f"model.tiny.{key}=2147483648"]
-    refused(capsys, words, f"model.tiny.{key}: expected whole number ≥ 1 and ≤ ", "got 2147483648")
+def test_bad_sizes_of_a_tiny_model_are_refused(model: Path, capsys: pytest.CaptureFixture[str], key: str) -> None:
+    arguments = ["plan", str(run_file(model)), "model.path=null", f"model.tiny.{key}=2147483648"]
+    assert_refused(capsys, arguments, f"model.tiny.{key}: expected whole number ≥ 1 and ≤ ", "got 2147483648")
 
 
 # -- interpolations --------------------------------------------------------------------------------
@@ -162,17 +164,17 @@ THEIRS = {
 }
 
 
-@pytest.mark.parametrize(("first", "next_one", "said"), THEIRS.values(), ids=THEIRS.keys())
-def test_interpolations_that_double(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], first: str, next_one: str, said: str
+@pytest.mark.parametrize(("first", "next_one", "message"), THEIRS.values(), ids=THEIRS.keys())
+def test_exponentially_growing_interpolations_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], first: str, next_one: str, message: str
 ) -> None:
     path = tmp_path / "theirs.yaml"
     path.write_text(first + "".join(next_one.format(n=n, m=n - 1) for n in range(1, LEVELS)))
-    refused(capsys, ["config", "import", str(path)], str(path), said)
+    assert_refused(capsys, ["config", "import", str(path)], str(path), message)
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("a: ${mul:abc,100000000000}\n", ":1: a: ${mul:abc,100000000000}: expected a number"),
         ("a: " + "${" * 2000 + "}" * 2000 + "\n", ":1: a: interpolations are nested too deeply"),
@@ -184,32 +186,32 @@ def test_interpolations_that_double(
     ],
     ids=["text times number", "deep", "digits", "hexadecimal", "int", "bool", "float"],
 )
-def test_odd_values_in_an_imported_config(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, said: str
+def test_odd_values_in_an_imported_config_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, message: str
 ) -> None:
     path = tmp_path / "theirs.yaml"
     path.write_text(text)
-    refused(capsys, ["config", "import", str(path)], f"{path}{said}")
+    assert_refused(capsys, ["config", "import", str(path)], f"{path}{message}")
 
 
-def test_a_value_that_many_refer_to_is_computed_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It is found at once that the file is valid, but of something else."""
+def test_an_interpolated_value_is_computed_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without caching, this would take 2^99 steps. The file is valid YAML, but no GRPO config."""
     path = tmp_path / "theirs.yaml"
     path.write_text("a0: 7\n" + "".join(f"a{n}: ${{max:${{a{n - 1}}},${{a{n - 1}}}}}\n" for n in range(1, 100)))
-    refused(capsys, ["config", "import", str(path)], "not a GRPO config")
+    assert_refused(capsys, ["config", "import", str(path)], "not a GRPO config")
 
 
-def test_where_an_imported_config_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_output_paths_of_an_import_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     theirs = Path(__file__).parent / "compat" / "data"
     source = next(iter(sorted(theirs.rglob("*grpo*.yaml"))))
-    refused(capsys, ["config", "import", str(source), "-o", str(tmp_path / "a\0b")], "a path cannot hold a NUL")
+    assert_refused(capsys, ["config", "import", str(source), "-o", str(tmp_path / "a\0b")], "a path cannot hold a NUL")
     shared = tmp_path / "shared"
     (tmp_path / "link.yaml").symlink_to(shared)
-    refused(capsys, ["config", "import", str(source), "-o", str(tmp_path / "link.yaml")], "exists")
+    assert_refused(capsys, ["config", "import", str(source), "-o", str(tmp_path / "link.yaml")], "exists")
     assert not shared.exists()
 
 
-# -- a model's folder ------------------------------------------------------------------------------
+# -- model folders ---------------------------------------------------------------------------------
 
 SIZES = ["num_hidden_layers", "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads"]
 SIZES += ["num_key_value_heads", "head_dim", "max_position_embeddings"]
@@ -221,13 +223,13 @@ ODD += [("hidden_act", {}), ("tie_word_embeddings", 1), ("partial_rotary_factor"
 
 @pytest.mark.parametrize("command", ["generate", "plan"])
 @pytest.mark.parametrize(("key", "value"), ODD, ids=lambda value: f"{value!r:.20}")
-def test_bad_values_in_config_json(
+def test_bad_values_in_config_json_are_refused(
     model: Path, capsys: pytest.CaptureFixture[str], key: str, value: Any, command: str
 ) -> None:
     path = model / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
-    said = "factor" if key == "rope_scaling" else key
-    refused(capsys, command_with(model, command), str(model), said)
+    message = "factor" if key == "rope_scaling" else key
+    assert_refused(capsys, command_with(model, command), str(model), message)
 
 
 def command_with(model: Path, command: str) -> list[str]:
@@ -251,18 +253,18 @@ READS = [("generate", name) for name in FILES] + [("plan", "config.json"), ("tra
 
 @pytest.mark.parametrize(("command", "name"), READS)
 @pytest.mark.parametrize("content", CONTENT.values(), ids=CONTENT.keys())
-def test_bad_json_files_of_a_model(
+def test_bad_json_files_of_a_model_are_refused(
     model: Path, capsys: pytest.CaptureFixture[str], content: bytes, name: str, command: str
 ) -> None:
     (model / name).write_bytes(content)
-    refused(capsys, command_with(model, command), str(model / name))
+    assert_refused(capsys, command_with(model, command), str(model / name))
 
 
 @pytest.mark.parametrize(
     ("command", "name"), [*READS, ("generate", "tokenizer.json"), ("generate", "model.safetensors")]
 )
 @pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
-def test_model_files_that_are_not_files(
+def test_model_files_that_are_no_regular_files_are_refused(
     model: Path, capsys: pytest.CaptureFixture[str], kind: str, name: str, command: str
 ) -> None:
     path = model / name
@@ -273,21 +275,23 @@ def test_model_files_that_are_not_files(
         path.symlink_to("/dev/zero")
     else:
         path.mkdir()
-    refused(capsys, command_with(model, command), str(path), "not a regular file")
+    assert_refused(capsys, command_with(model, command), str(path), "not a regular file")
 
 
 @pytest.mark.parametrize("dtype", ["int8", "auto", "__class__", 7, {"a": 1}, ["float32"], True, "nn"])
 @pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
 @pytest.mark.parametrize("command", ["plan", "train"])
-def test_an_odd_dtype(model: Path, capsys: pytest.CaptureFixture[str], command: str, key: str, dtype: Any) -> None:
+def test_an_unknown_dtype_is_refused(
+    model: Path, capsys: pytest.CaptureFixture[str], command: str, key: str, dtype: Any
+) -> None:
     path = model / "config.json"
     config = json.loads(path.read_text())
     del config["dtype"]
     path.write_text(json.dumps(config | {key: dtype}))
-    words = command_with(model, command)
-    refused(capsys, words, f"model.path: {path}: dtype={dtype!r}: must be one of")
+    arguments = command_with(model, command)
+    assert_refused(capsys, arguments, f"model.path: {path}: dtype={dtype!r}: must be one of")
     if command == "plan":
-        assert main([*words[:-1], "model.dtype=float32"]) == 0, "nobody asks the file"
+        assert main([*arguments[:-1], "model.dtype=float32"]) == 0, "the dtype of the file is not read"
 
 
 # -- weights ---------------------------------------------------------------------------------------
@@ -319,45 +323,45 @@ WEIGHTS = {
 
 
 @pytest.mark.parametrize("content", WEIGHTS.values(), ids=WEIGHTS.keys())
-def test_bad_headers_of_weights(model: Path, capsys: pytest.CaptureFixture[str], content: bytes) -> None:
+def test_bad_headers_of_weights_are_refused(model: Path, capsys: pytest.CaptureFixture[str], content: bytes) -> None:
     (model / "model.safetensors").write_bytes(content)
-    refused(capsys, command_with(model, "generate"), str(model / "model.safetensors"))
+    assert_refused(capsys, command_with(model, "generate"), str(model / "model.safetensors"))
 
 
-def divide(model: Path) -> Path:
-    """The same weights in several files."""
+def split_weights(model: Path) -> Path:
+    """Save the weights in several files, and return the path of their index."""
     whole = load_model(model)
     save_model(whole, model, shard_bytes=4096)
     return model / "model.safetensors.index.json"
 
 
 @pytest.mark.parametrize("content", CONTENT.values(), ids=CONTENT.keys())
-def test_bad_indexes_of_weights(model: Path, capsys: pytest.CaptureFixture[str], content: bytes) -> None:
-    path = divide(model)
+def test_bad_indexes_of_weights_are_refused(model: Path, capsys: pytest.CaptureFixture[str], content: bytes) -> None:
+    path = split_weights(model)
     path.write_bytes(content)
-    refused(capsys, command_with(model, "generate"), str(path))
+    assert_refused(capsys, command_with(model, "generate"), str(path))
 
 
 @pytest.mark.parametrize("name", ["../outside.safetensors", "ABSOLUTE", "a/b.safetensors", "..", "", "a\0b", "..\\b"])
 def test_an_index_may_only_name_files_beside_it(model: Path, name: str) -> None:
-    path = divide(model)
+    path = split_weights(model)
     index = json.loads(path.read_text())
-    moved = sorted(set(index["weight_map"].values()))[0]
+    shard = sorted(set(index["weight_map"].values()))[0]
     outside = model.parent / "outside.safetensors"
-    shutil.move(model / moved, outside)
+    shutil.move(model / shard, outside)
     (model / "a").mkdir()
     shutil.copy(outside, model / "a" / "b.safetensors")
-    given = str(outside) if name == "ABSOLUTE" else name
-    places = {key: given if file == moved else file for key, file in index["weight_map"].items()}
-    path.write_text(json.dumps(index | {"weight_map": places}))
+    file_name = str(outside) if name == "ABSOLUTE" else name
+    weight_map = {key: file_name if file == shard else file for key, file in index["weight_map"].items()}
+    path.write_text(json.dumps(index | {"weight_map": weight_map}))
     with pytest.raises(ModelFileError, match="weight_map may only name files in its own folder, not"):
         load_model(model)
 
 
 def test_an_index_may_name_links(model: Path) -> None:
-    """A download cache has links to files elsewhere."""
+    """As in a download cache, whose files are links."""
     expected = load_model(model).norm
-    path = divide(model)
+    path = split_weights(model)
     blobs = model.parent / "blobs"
     blobs.mkdir()
     for number, shard in enumerate(sorted(set(json.loads(path.read_text())["weight_map"].values()))):
@@ -386,17 +390,19 @@ def test_weights_are_not_written_through_links(model: Path, tmp_path: Path, name
 
 
 @pytest.mark.parametrize("content", CONTENT.values(), ids=CONTENT.keys())
-def test_bad_manifests(tmp_path: Path, content: bytes) -> None:
+def test_bad_manifests_are_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "manifest.json").write_bytes(content)
     with pytest.raises(CheckpointError, match=r"manifest\.json|has format None"):
         read_manifest(tmp_path)
 
 
-def test_a_pipe_as_a_manifest(tmp_path: Path) -> None:
+def test_a_pipe_as_manifest_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "manifest.json")
     with pytest.raises(CheckpointError, match=r"manifest\.json is a named pipe, not a regular file"):
         read_manifest(tmp_path)
 
 
-def test_where_an_export_goes(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    refused(capsys, ["export", str(run_file(model)), "--to", "a\0b"], "--to", "a path cannot hold a NUL character")
+def test_a_bad_path_for_an_export_is_refused(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert_refused(
+        capsys, ["export", str(run_file(model)), "--to", "a\0b"], "--to", "a path cannot hold a NUL character"
+    )

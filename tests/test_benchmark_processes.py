@@ -1,4 +1,4 @@
-"""What benchmarks share: processes that report, and runs that are timed in the same way for each system."""
+"""Shared parts of benchmarks: processes that report figures, and equal timing for each system."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ report({{"decode": {{"1": 2.5}}}})
 """
 
 
-def test_reports_come_back_and_a_process_that_ends_well_is_quiet(
+def test_reports_are_returned_and_a_quiet_process_prints_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "part.py"
     file.write_text(REPORTER + "report({'arguments': sys.argv[1:]})")
-    found = run_apart(str(file), ["rollgraph", "--only", "decode"], quiet=True)
-    assert found == [{"decode": {"1": 2.5}}, {"arguments": ["rollgraph", "--only", "decode"]}]
+    reports = run_apart(str(file), ["rollgraph", "--only", "decode"], quiet=True)
+    assert reports == [{"decode": {"1": 2.5}}, {"arguments": ["rollgraph", "--only", "decode"]}]
     assert capsys.readouterr().out == ""
 
 
-def test_a_process_that_fails_keeps_what_it_reported_and_shows_its_end(
+def test_a_failed_process_keeps_its_reports_and_shows_its_output(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "part.py"
@@ -47,16 +47,16 @@ def test_a_process_that_fails_keeps_what_it_reported_and_shows_its_end(
     assert capsys.readouterr().out == "loading\nout of memory\npart.py long ended with exit code 1\n"
 
 
-def test_a_process_has_the_python_and_the_environment_that_are_asked_for(tmp_path: Path) -> None:
+def test_a_process_has_the_given_python_and_environment(tmp_path: Path) -> None:
     file = tmp_path / "part.py"
     file.write_text(REPORTER + "import os; report([sys.executable, os.environ['WHO']])")
     python = tmp_path / "python"
     python.symlink_to(sys.executable)
-    found = run_apart(str(file), [], python=str(python), environment={"WHO": "peer"}, quiet=True)
-    assert found[1] == [str(python), "peer"]
+    reports = run_apart(str(file), [], python=str(python), environment={"WHO": "peer"}, quiet=True)
+    assert reports[1] == [str(python), "peer"]
 
 
-def test_a_process_past_its_limit_is_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_process_past_its_limit_is_killed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "part.py"
     file.write_text("import time\ntime.sleep(600)")
     assert run_apart(str(file), [], limit_s=0.2) == []
@@ -64,7 +64,7 @@ def test_a_process_past_its_limit_is_ended(tmp_path: Path, capsys: pytest.Captur
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs Linux")
-def test_the_seconds_of_a_process_go_on_from_its_start() -> None:
+def test_seconds_of_a_process_count_from_its_start() -> None:
     before = seconds_of_process()
     time.sleep(0.05)
     assert 0 < before < seconds_of_process()
@@ -85,7 +85,7 @@ class TinySystem:
         return sum(len(completion.tokens) for output in outputs for completion in output.completions)
 
 
-def test_each_timed_run_has_prompts_of_its_own_and_all_of_its_tokens() -> None:
+def test_each_timed_run_has_new_prompts_and_all_its_tokens() -> None:
     system = TinySystem()
     shape = rollouts.Shape(TINY, prompts=2, samples=2, prompt=8, new=4)
     assert rollouts.Stopwatch(system).fastest(shape, "logprobs", 4, repeats=3) > 0
@@ -95,18 +95,18 @@ def test_each_timed_run_has_prompts_of_its_own_and_all_of_its_tokens() -> None:
         rollouts.Stopwatch(system).seconds(shape, "logprobs", 4)
 
 
-def test_the_floor_counts_a_shared_prompt_once_and_no_embedding_that_is_only_looked_up() -> None:
+def test_the_floor_counts_shared_prompts_once_and_no_embedding() -> None:
     alone = rollouts.Shape(TINY, prompts=4, samples=1, prompt=16, new=4)
     shared = rollouts.Shape(TINY, prompts=1, samples=4, prompt=16, new=4)
     parameters = sum(p.numel() for p in Decoder(TINY).parameters())
     assert alone.weights == parameters - TINY.vocabulary * TINY.hidden
-    place = TINY.layers * 2 * TINY.kv_heads * TINY.head_dim * 2
+    bytes_per_position = TINY.layers * 2 * TINY.kv_heads * TINY.head_dim * 2
     saved = rollouts.floor_of_step(alone, 2) - rollouts.floor_of_step(shared, 2)
-    assert saved * rollouts.BYTES_PER_SECOND == pytest.approx(3 * 16 * place)
+    assert saved * rollouts.BYTES_PER_SECOND == pytest.approx(3 * 16 * bytes_per_position)
     assert rollouts.floor_of_rollout(shared) < rollouts.floor_of_rollout(alone)
 
 
-def test_every_part_is_in_one_group_of_one_architecture() -> None:
+def test_every_part_is_in_one_group_with_one_architecture() -> None:
     grouped = [part for parts in rollouts.GROUPS.values() for part in parts]
     assert sorted(grouped) == sorted(rollouts.PARTS)
     shapes = {"decode": rollouts.DECODE[1], **rollouts.ROLLOUTS}
@@ -114,7 +114,7 @@ def test_every_part_is_in_one_group_of_one_architecture() -> None:
         assert all(shapes[part].architecture == shapes[parts[0]].architecture for part in parts)
 
 
-def test_a_peer_is_given_the_shape_that_rollgraph_has() -> None:
+def test_peers_have_the_shape_of_our_model() -> None:
     transformers = pytest.importorskip("transformers")
     with torch.device("meta"):
         theirs = transformers.Qwen2ForCausalLM(transformers_config(rollouts.QWEN_7B))
@@ -123,7 +123,7 @@ def test_a_peer_is_given_the_shape_that_rollgraph_has() -> None:
     assert theirs.config.rope_parameters["rope_theta"] == rollouts.QWEN_7B.rope.theta
 
 
-def test_the_table_of_a_cpu_has_medians_ratios_and_gaps_for_what_failed() -> None:
+def test_the_cpu_table_has_medians_ratios_and_gaps_for_failures() -> None:
     ours = [{"figures": {cpu.FIRST: [second, 4.0], cpu.LATER: [0.25, 0.5]}} for second in (3.0, 1.0, 2.0)]
     theirs = [{"figures": {cpu.FIRST: [4.0, 2.0], cpu.LATER: [0.5, 0.5]}}]
     assert cpu.rows_of("tiny", {"rollgraph": ours, "peer": theirs}) == [
@@ -134,7 +134,7 @@ def test_the_table_of_a_cpu_has_medians_ratios_and_gaps_for_what_failed() -> Non
     assert later == "| `tiny`: a later step | 0.250 s | - | - | 0.500 s | - | - |"
 
 
-def test_a_linked_model_never_ends_a_completion_and_has_the_same_weights(tmp_path: Path) -> None:
+def test_a_linked_model_has_the_weights_but_another_stop_token(tmp_path: Path) -> None:
     model, linked = tmp_path / "model", tmp_path / "linked"
     model.mkdir()
     cpu.write_tiny(cpu.TASKS["tiny"], model)

@@ -1,5 +1,5 @@
-"""The files to start from on a cluster: what they ask of rollgraph and torchrun exists, and the batch script decides
-as it says. Neither SLURM nor Kubernetes is here: the script runs with stand-ins for their commands.
+"""The cluster examples use options of rollgraph and torchrun that exist, and the batch script requeues as documented.
+It runs with stand-ins for the commands of SLURM.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ case "$1" in
     requeue) echo "$2" >requeued ;;
 esac
 """
-# Like torchrun: ranks are groups of processes, SIGTERM is passed on to all of a group, and the exit code is 0 or 1.
+# Like torchrun: a rank is a process group, SIGTERM is forwarded to the whole group, and the exit code is 0 or 1.
 TORCHRUN = """#!{python}
 import json, os, signal, subprocess, sys
 if sys.argv[1:] == ["--help"]:
@@ -47,7 +47,7 @@ rank = subprocess.Popen(command, env={{**os.environ, "RANK": "0"}}, start_new_se
 signal.signal(signal.SIGTERM, lambda *_: os.killpg(rank.pid, signal.SIGTERM))
 sys.exit(1 if rank.wait() else 0)
 """
-# Like rollgraph: ends with a given code, or waits for SIGTERM and ends with 143.
+# Like rollgraph: exits with a given code, or waits for SIGTERM and exits with 143.
 ROLLGRAPH = """#!{python}
 import json, os, signal, sys, time
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
@@ -63,16 +63,16 @@ def documents(name: str) -> list[Any]:
     return list(yaml.safe_load_all((FILES / name).read_text(encoding="utf-8")))
 
 
-def config_of(words: list[str]) -> Config:
-    """The configuration of `rollgraph train FILE key=value ...`; a key or a value that does not exist is an error."""
+def config_of(arguments: list[str]) -> Config:
+    """The configuration of `rollgraph train FILE key=value ...`. Unknown keys and bad values raise."""
     parser = argparse.ArgumentParser()
     add_train(parser.add_subparsers())
-    assert words[0] == "train"
-    options = parser.parse_args(words)
+    assert arguments[0] == "train"
+    options = parser.parse_args(arguments)
     return parse_config(MINIMAL, options.overrides)
 
 
-def test_the_ray_job_reserves_what_its_command_asks_for() -> None:
+def test_the_ray_job_reserves_the_gpus_of_its_command() -> None:
     (job,) = documents("rayjob.yaml")
     assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
     command = shlex.split(job["spec"]["entrypoint"])
@@ -87,7 +87,7 @@ def test_the_ray_job_reserves_what_its_command_asks_for() -> None:
     assert any(config.output.startswith(f"{mount}/") for mount in mounts)
 
 
-def test_the_indexed_job_starts_as_many_nodes_as_torchrun_waits_for() -> None:
+def test_the_indexed_job_starts_the_nodes_that_torchrun_expects() -> None:
     service, job = documents("torchrun_job.yaml")
     spec = job["spec"]
     pod = spec["template"]["spec"]
@@ -108,7 +108,7 @@ def test_the_indexed_job_starts_as_many_nodes_as_torchrun_waits_for() -> None:
 
 
 @pytest.mark.slow
-def test_the_page_shows_plans_that_were_printed(
+def test_documented_plans_are_those_that_the_command_prints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     page = (ROOT / "docs" / "cluster.md").read_text(encoding="utf-8")
@@ -118,14 +118,14 @@ def test_the_page_shows_plans_that_were_printed(
     model.mkdir(parents=True)
     (model / "config.json").write_text(json.dumps(QWEN_32B))
     monkeypatch.chdir(tmp_path)
-    shown = [text for language, text in blocks if language == "text"]
-    assert len(shown) == 3
-    for text in shown:
+    examples = [text for language, text in blocks if language == "text"]
+    assert len(examples) == 3
+    for text in examples:
         command, _, *lines = text.splitlines()
-        words = shlex.split(command.removeprefix("$ "))
-        assert main(words[1:]) in (0, 1)
-        printed = capsys.readouterr().out.splitlines()
-        assert [line for line in lines if line and line not in printed] == []
+        arguments = shlex.split(command.removeprefix("$ "))
+        assert main(arguments[1:]) in (0, 1)
+        output = capsys.readouterr().out.splitlines()
+        assert [line for line in lines if line and line not in output] == []
 
 
 # -- SLURM -------------------------------------------------------------------------------------------
@@ -159,10 +159,10 @@ def start_script(folder: Path, ends_with: str, restarts: int) -> subprocess.Pope
         ("2", 0, 2, False),
         ("75", 0, 1, True),
         ("75", 20, 1, False),
-        ("143", 0, 1, False),  # somebody cancelled it
+        ("143", 0, 1, False),  # cancelled by a user
     ],
 )
-def test_the_batch_script_is_queued_again_if_that_helps(
+def test_the_batch_script_requeues_itself_if_that_helps(
     tmp_path: Path, ends_with: str, restarts: int, code: int, requeued: bool
 ) -> None:
     process = start_script(tmp_path, ends_with, restarts)
@@ -173,7 +173,7 @@ def test_the_batch_script_is_queued_again_if_that_helps(
     assert (tmp_path / "exit_codes.17" / "0").read_text() == f"{ends_with}\n"
 
 
-def test_the_batch_script_stops_its_ranks_before_the_time_is_over(tmp_path: Path) -> None:
+def test_the_batch_script_stops_its_ranks_before_the_time_limit(tmp_path: Path) -> None:
     process = start_script(tmp_path, "TERM", 0)
     limit = time.monotonic() + 300
     while not (tmp_path / "started").exists() and time.monotonic() < limit:
@@ -185,14 +185,15 @@ def test_the_batch_script_stops_its_ranks_before_the_time_is_over(tmp_path: Path
     assert (tmp_path / "requeued").read_text() == "17\n"
 
 
-def test_the_batch_script_passes_on_what_it_was_given(tmp_path: Path) -> None:
+def test_the_batch_script_passes_its_arguments_on(tmp_path: Path) -> None:
     assert start_script(tmp_path, "0", 3).wait(timeout=300) == 0
-    given = yaml.safe_load((tmp_path / "rollgraph.json").read_text())
-    assert given == ["train", "my.yaml", "steps=7", "reward.functions=[{name: exact_match}]"]
-    assert config_of(given).steps == 7
-    words = yaml.safe_load((tmp_path / "torchrun.json").read_text())
-    known = [word for word in words if word not in ("--shutdown-timeout", "540")]  # only newer versions have it
-    options = get_args_parser().parse_args(known)
+    train_arguments = yaml.safe_load((tmp_path / "rollgraph.json").read_text())
+    assert train_arguments == ["train", "my.yaml", "steps=7", "reward.functions=[{name: exact_match}]"]
+    assert config_of(train_arguments).steps == 7
+    arguments = yaml.safe_load((tmp_path / "torchrun.json").read_text())
+    # Only newer versions of torchrun have this option.
+    supported = [word for word in arguments if word not in ("--shutdown-timeout", "540")]
+    options = get_args_parser().parse_args(supported)
     assert (options.nnodes, options.nproc_per_node, options.no_python) == ("2", "8", True)
     assert (options.rdzv_endpoint, options.rdzv_id, options.max_restarts) == ("node-a:29500", "17.3", 20)
     text = (FILES / "slurm.sbatch").read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Errors with fields, the nearest known name, and which line of a person's own code an exception came from."""
+"""Errors with fields, suggestions for names, and the line of user code that an exception came from."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ERROR = DataError(
 )
 
 
-def test_a_message_has_the_argument_the_place_and_the_detail() -> None:
+def test_a_message_has_argument_location_and_detail() -> None:
     assert str(ERROR) == "size: data.jsonl:2: the limit is 4; raise it, or set too_long='drop'"
     assert str(InvalidInput("has no rows", location="data.jsonl")) == "data.jsonl: has no rows"
     assert str(InvalidInput("must be at least 1, got 0", argument="rows")) == "rows: must be at least 1, got 0"
@@ -32,7 +32,7 @@ def test_arguments_can_be_renamed() -> None:
     assert str(InvalidInput("is empty").renamed(str.upper)) == "is empty"
 
 
-def test_fields_travel_to_other_processes() -> None:
+def test_errors_with_fields_can_be_pickled() -> None:
     copy = pickle.loads(pickle.dumps(ERROR))
     assert (type(copy), str(copy)) == (DataError, str(ERROR))
     assert vars(copy) == vars(ERROR)
@@ -47,16 +47,16 @@ def test_fields_travel_to_other_processes() -> None:
         ("seed", [], None),
     ],
 )
-def test_the_nearest_name(name: str, known: list[str], expected: str | None) -> None:
+def test_the_nearest_name_is_suggested(name: str, known: list[str], expected: str | None) -> None:
     assert nearest(name, known) == expected
     assert suggest(name, known) == (f"; did you mean {expected!r}?" if expected else "")
 
 
-def test_swapped_letters_win_a_tie() -> None:
+def test_transposed_letters_win_a_tie() -> None:
     assert nearest("gpro", ["gspo", "grpo"], cutoff=0.3) == "grpo"
 
 
-# which line of a person's own code
+# the line of user code
 
 
 def reads_json() -> None:
@@ -71,7 +71,7 @@ def in_a_comprehension() -> list[float]:
     return [1 / number for number in (1, 0)]
 
 
-def caught(function: Callable[[], object]) -> Exception:
+def catch(function: Callable[[], object]) -> Exception:
     with pytest.raises((ValueError, ZeroDivisionError)) as error:
         function()
     assert isinstance(error.value, Exception)
@@ -79,26 +79,26 @@ def caught(function: Callable[[], object]) -> Exception:
 
 
 def test_the_line_that_called_a_library_is_named() -> None:
-    error = caught(reads_json)
-    place = line_with("raised by a library", __file__)
-    assert user_line(error) == UserLine(__file__, int(place.rpartition(":")[2]), "reads_json")
-    assert line_suffix(error) == f" ({place})"
+    error = catch(reads_json)
+    location = line_with("raised by a library", __file__)
+    assert user_line(error) == UserLine(__file__, int(location.rpartition(":")[2]), "reads_json")
+    assert line_suffix(error) == f" ({location})"
 
 
 def test_the_function_around_a_comprehension_is_named() -> None:
-    line = user_line(caught(in_a_comprehension))
+    line = user_line(catch(in_a_comprehension))
     assert line is not None
     assert line.function == "in_a_comprehension"
 
 
-def test_an_error_of_rollgraph_has_no_line() -> None:
-    assert user_line(caught(asks_rollgraph)) is None
-    assert line_suffix(caught(asks_rollgraph)) == ""
+def test_an_error_raised_by_rollgraph_has_no_line() -> None:
+    assert user_line(catch(asks_rollgraph)) is None
+    assert line_suffix(catch(asks_rollgraph)) == ""
     assert user_line(None) is None
     assert user_line(ValueError("never raised")) is None
 
 
-def test_a_function_is_named_with_its_place() -> None:
+def test_a_function_is_named_with_its_location() -> None:
     code = reads_json.__code__
     assert name_function(reads_json) == f"reads_json ({__file__}:{code.co_firstlineno})"
     assert name_function(len) == "len"

@@ -1,4 +1,4 @@
-"""Examples load, the long one has every key, and the documentation quotes messages and configurations that exist."""
+"""Examples load, the long one has every key, and messages and configurations in the documentation are valid."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ EXAMPLES = ROOT / "examples"
 LONG = EXAMPLES / "grpo_math_1b.yaml"
 
 
-def test_the_step_benchmark_says_that_trl_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_step_benchmark_refuses_trl_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["grpo_step.py", "--tiny", "--trl"])
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    with pytest.raises(SystemExit) as found:
+    with pytest.raises(SystemExit) as raised:
         runpy.run_path(str(ROOT / "benchmarks" / "grpo_step.py"), run_name="__main__")
-    assert found.value.code == "--trl needs a CUDA device: TRL is given the 1.5B model, in bf16, also with --tiny"
+    assert raised.value.code == "--trl needs a CUDA device: TRL is given the 1.5B model, in bf16, also with --tiny"
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.name)
-def test_example_loads(path: Path) -> None:
+def test_examples_load(path: Path) -> None:
     load_config(path)
 
 
-def test_the_long_example_has_the_shape_that_its_header_states() -> None:
+def test_the_long_example_has_the_shape_in_its_header() -> None:
     config = load_config(LONG)
     assert (config.data.prompts_per_step, config.rollout.samples_per_prompt) == (32, 16)
     assert config.data.max_prompt_tokens is not None
@@ -44,13 +44,13 @@ def test_the_long_example_has_the_shape_that_its_header_states() -> None:
 
 
 def test_the_long_example_has_every_key_and_no_other() -> None:
-    found = keys_of(LONG.read_text(encoding="utf-8"))
+    keys = keys_of(LONG.read_text(encoding="utf-8"))
     expected = [key.name for key in list_keys()]
-    assert [name for name in expected if name not in found] == []
-    assert [name for name in found if name not in expected] == []
+    assert [name for name in expected if name not in keys] == []
+    assert [name for name in keys if name not in expected] == []
 
 
-def test_the_long_example_explains_every_key() -> None:
+def test_the_long_example_has_a_comment_for_every_key() -> None:
     comments = keys_of(LONG.read_text(encoding="utf-8"))
     assert [name for name, comment in comments.items() if len(comment) < 4] == []
 
@@ -63,17 +63,17 @@ def test_the_long_example_explains_every_key() -> None:
         ("warm_start: null #", "warm_start: #", "warm_start"),
     ],
 )
-def test_commented_out_sections_can_be_used(before: str, after: str, key: str, tmp_path: Path) -> None:
+def test_commented_out_sections_load(before: str, after: str, key: str, tmp_path: Path) -> None:
     """Replace a null section by its keys, uncommented, and load the file."""
     start, _, rest = LONG.read_text(encoding="utf-8").partition(before)
     section = re.match(r"[^\n]*\n((?: *#   .*\n)+)", rest)
     assert section is not None
-    opened = section[1].replace("#   ", "    ", len(section[1].splitlines()))
-    if key == "model.tiny":  # instead of a path
+    uncommented = section[1].replace("#   ", "    ", len(section[1].splitlines()))
+    if key == "model.tiny":  # model.tiny replaces model.path
         start = re.sub(r"\n  path: models.*", "", start)
-        opened = opened.replace("max_length: 256", "max_length: 512")
+        uncommented = uncommented.replace("max_length: 256", "max_length: 512")
     path = tmp_path / "opened.yaml"
-    path.write_text(start + after + rest[: section.start(1)] + opened + rest[section.end(1) :])
+    path.write_text(start + after + rest[: section.start(1)] + uncommented + rest[section.end(1) :])
     config = load_config(path)
     value = config
     for name in key.split("."):
@@ -81,8 +81,8 @@ def test_commented_out_sections_can_be_used(before: str, after: str, key: str, t
     assert value is not None
 
 
-def test_the_documentation_quotes_messages_that_exist() -> None:
-    said = "\n".join(text for path in (ROOT / "src").rglob("*.py") for text in string_constants(path))
+def test_messages_in_the_troubleshooting_page_exist() -> None:
+    source_text = "\n".join(text for path in (ROOT / "src").rglob("*.py") for text in string_constants(path))
     guide = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
     messages = []
     for block in re.findall(r"```\n(.*?)```", guide, re.DOTALL):
@@ -91,23 +91,23 @@ def test_the_documentation_quotes_messages_that_exist() -> None:
     missing = []
     for message in messages:
         fixed = [part for part in message.split("…") if len(part) > 4]
-        missing += [(part, message) for part in fixed if part not in said]
+        missing += [(part, message) for part in fixed if part not in source_text]
     assert missing == []
 
 
 def test_configurations_in_the_documentation_load(tmp_path: Path) -> None:
-    found = [(path, text) for path in (ROOT / "docs").glob("*.md") for text in yaml_blocks(path)]
-    assert {path.name for path, _ in found} >= {"config.md", "environments.md"}
+    blocks = [(path, text) for path in (ROOT / "docs").glob("*.md") for text in yaml_blocks(path)]
+    assert {path.name for path, _ in blocks} >= {"config.md", "environments.md"}
     stops = []
-    (tmp_path / "base.yaml").write_text("")  # one of the blocks has it in its `defaults`
-    for path, text in found:
+    (tmp_path / "base.yaml").write_text("")  # in the `defaults` of one of the blocks
+    for path, text in blocks:
         name = re.match(r"# (\w+\.yaml)\n", text)  # another block may name it in its `defaults`
         file = tmp_path / (name[1] if name else f"{path.stem}.yaml")
         file.write_text(text)
         config = load_config(file)
         if config.rollout.environment is not None:
-            made = make_environment(config, ByteTokenizer(), config.rollout.samples_per_prompt)
-            stops.append(made.stop)
+            environment = make_environment(config, ByteTokenizer(), config.rollout.samples_per_prompt)
+            stops.append(environment.stop)
             assert completion_limit(config) == ("rollout.environment.options.max_tokens", 1024)
     assert stops == [("</calc>",), ()]
 
@@ -124,25 +124,25 @@ def yaml_blocks(path: Path) -> list[str]:
 
 def keys_of(text: str) -> dict[str, str]:
     """Return the comment of every key of a file, by dotted name. Keys that are commented out with `#   ` count, too."""
-    found: dict[str, str] = {}
-    above: list[tuple[int, str]] = []  # indentation and name of the enclosing sections
+    comments: dict[str, str] = {}
+    sections: list[tuple[int, str]] = []  # indentation and name of the enclosing sections
     for line in text.splitlines():
         match = re.fullmatch(r"(?P<indent> *(?:#  )? *)(?P<entry>- )?(?P<key>[a-z_]+):(?P<rest>(?: .*)?)", line)
         if match is None:
             continue
         indent = len(match["indent"]) + len(match["entry"] or "")
-        while above and above[-1][0] >= indent:
-            above.pop()
+        while sections and sections[-1][0] >= indent:
+            sections.pop()
         if match["entry"]:
-            above[-1] = (above[-1][0], f"{above[-1][1]}[]")
-        name = ".".join([*(section for _, section in above), match["key"]])
-        found[name] = match["rest"].partition(" #")[2].strip()
-        above.append((indent, match["key"]))
-    return found
+            sections[-1] = (sections[-1][0], f"{sections[-1][1]}[]")
+        name = ".".join([*(section for _, section in sections), match["key"]])
+        comments[name] = match["rest"].partition(" #")[2].strip()
+        sections.append((indent, match["key"]))
+    return comments
 
 
 @pytest.mark.slow
-def test_the_first_example_learns_on_words_that_were_held_out(tmp_path: Path) -> None:
+def test_the_first_example_generalizes_to_held_out_words(tmp_path: Path) -> None:
     program = [sys.executable, str(EXAMPLES / "shout.py")]
     subprocess.run(program, cwd=tmp_path, check=True, timeout=900, stdout=subprocess.DEVNULL)
     rows = [json.loads(line) for line in (tmp_path / "runs/shout/metrics.jsonl").read_text().splitlines()]

@@ -1,4 +1,4 @@
-"""Files of any kind that people hand in, and files that are written whole and never through a link."""
+"""Reading files of any kind, and writing files atomically and never through a link."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from rollgraph.files import (
 )
 
 
-def test_text_is_read_as_it_is(tmp_path: Path) -> None:
+def test_text_is_read_without_newline_conversion(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes("é\r\nb\n".encode())
     (tmp_path / "link").symlink_to(tmp_path / "a")
     assert read_text(tmp_path / "link") == "é\r\nb\n"
@@ -37,7 +37,7 @@ def test_only_regular_files_are_opened(tmp_path: Path, monkeypatch: pytest.Monke
         if kind == "pipe":
             os.mkfifo(path)
         elif kind == "socket":
-            monkeypatch.chdir(tmp_path)  # the path of a socket has a limit
+            monkeypatch.chdir(tmp_path)  # paths of sockets are limited in length
             server.bind("file")
         elif kind == "folder":
             path.mkdir()
@@ -50,7 +50,7 @@ def test_only_regular_files_are_opened(tmp_path: Path, monkeypatch: pytest.Monke
             read_text(path)
 
 
-def test_a_pipe_that_the_shell_opened_is_read() -> None:
+def test_a_pipe_of_the_shell_is_read() -> None:
     reader, writer = os.pipe()
 
     def write() -> None:
@@ -66,7 +66,7 @@ def test_a_pipe_that_the_shell_opened_is_read() -> None:
         os.close(reader)
 
 
-def test_impossible_paths(tmp_path: Path) -> None:
+def test_impossible_paths_are_refused(tmp_path: Path) -> None:
     with pytest.raises(FileError, match=r"a\\x00b.*a path cannot hold a NUL character"):
         read_text(tmp_path / "a\0b")
     with pytest.raises(FileError, match="a path cannot hold a NUL character"):
@@ -87,14 +87,14 @@ def test_impossible_paths(tmp_path: Path) -> None:
         (b'{"a": "\xff"}', "is not JSON: not UTF-8, 'utf-8' codec can't decode byte 0xff"),
     ],
 )
-def test_bad_json_is_reported_in_one_line_with_its_place(text: str | bytes, message: str) -> None:
+def test_bad_json_is_reported_in_one_line_with_its_location(text: str | bytes, message: str) -> None:
     with pytest.raises(FileError) as caught:
         parse_json(text, "a.json:7")
     assert str(caught.value).startswith(f"a.json:7: {message}")
     assert "\n" not in str(caught.value)
 
 
-def test_json_may_be_as_deep_as_the_limit() -> None:
+def test_json_may_be_nested_up_to_the_limit() -> None:
     text = "[" * MAX_NESTING + "1" + "]" * MAX_NESTING
     value = parse_json(text, "a.json")
     for _ in range(MAX_NESTING):
@@ -110,7 +110,7 @@ def test_read_object_refuses_other_values(tmp_path: Path) -> None:
         read_json_object(tmp_path / "a.json")
 
 
-def test_bad_utf8_names_its_line(tmp_path: Path) -> None:
+def test_an_error_of_utf8_names_its_line(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"one\ntwo\xff\n")
     with pytest.raises(FileError, match=rf"^{re.escape(str(tmp_path))}/a: cannot be read: line 2 is not UTF-8"):
         read_text(tmp_path / "a")
@@ -119,7 +119,7 @@ def test_bad_utf8_names_its_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("data", ["new é", b"new \xff"])
-def test_a_link_is_replaced_and_its_target_stays(tmp_path: Path, data: str | bytes) -> None:
+def test_writing_replaces_a_link_and_not_its_target(tmp_path: Path, data: str | bytes) -> None:
     (tmp_path / "theirs").write_text("theirs")
     (tmp_path / "ours").symlink_to("theirs")
     write_atomically(tmp_path / "ours", data)
@@ -131,7 +131,7 @@ def test_a_link_is_replaced_and_its_target_stays(tmp_path: Path, data: str | byt
     assert (tmp_path / "ours").read_text() == "again"
 
 
-def test_a_file_that_cannot_be_written_stays_as_it_was(tmp_path: Path) -> None:
+def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "inside").write_text("")
     with pytest.raises(OSError, match="folder"):
@@ -139,7 +139,7 @@ def test_a_file_that_cannot_be_written_stays_as_it_was(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["folder", "inside"]
 
 
-def test_a_new_file_has_the_usual_mode(tmp_path: Path) -> None:
+def test_an_atomic_write_has_the_usual_file_mode(tmp_path: Path) -> None:
     (tmp_path / "plain").write_text("")
     write_atomically(tmp_path / "ours", "new")
     assert (tmp_path / "ours").stat().st_mode == (tmp_path / "plain").stat().st_mode

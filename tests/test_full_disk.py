@@ -1,4 +1,4 @@
-"""A full disk ends a run, which names what is missing, loses nothing that was saved, and goes on once there is room."""
+"""A full disk ends a run, which names the missing bytes, keeps its checkpoints, and resumes once there is room."""
 
 from __future__ import annotations
 
@@ -27,37 +27,37 @@ __all__ = ["folder"]
 OPTIONS = ("steps=12", "checkpoint.every=2", "data.validation=null", "log.progress=plain")
 MISSING = r"No space left on device \(it takes ([\d,]+) bytes and ([\d,]+) are free: ([\d,]+) are missing\)"
 
-Disk = Callable[[int], None]  # makes it as large as so many KiB
+Disk = Callable[[int], None]  # resizes the disk to a number of KiB
 
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[tuple[Path, Disk]]:
-    """A small file system of its own."""
-    place = tmp_path / "disk"
-    place.mkdir()
+    """A small file system, and a function that resizes it."""
+    mount_point = tmp_path / "disk"
+    mount_point.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o"]
-    if subprocess.run([*mount, "size=64k", "none", place], capture_output=True).returncode:
-        pytest.skip("mounting a file system needs root's rights")
+    if subprocess.run([*mount, "size=64k", "none", mount_point], capture_output=True).returncode:
+        pytest.skip("mounting a file system needs root")
 
     def resize(kib: int) -> None:
-        subprocess.run([*mount, f"remount,size={kib}k", "none", place], check=True)
+        subprocess.run([*mount, f"remount,size={kib}k", "none", mount_point], check=True)
 
     try:
-        yield place, resize
+        yield mount_point, resize
     finally:
-        subprocess.run(["umount", "--lazy", place], check=True)
+        subprocess.run(["umount", "--lazy", mount_point], check=True)
 
 
 def steps_in(run: Path) -> list[str]:
     return sorted(path.name for path in (run / "checkpoints").glob("step_*"))
 
 
-def test_a_run_on_a_full_disk_goes_on_once_there_is_room(
+def test_a_run_on_a_full_disk_resumes_once_there_is_room(
     folder: Path, disk: tuple[Path, Disk], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    place, resize = disk
+    mount_point, resize = disk
     resize(300)
-    options = [*OPTIONS, f"output={place / 'run'}", "algorithm.options={}"]
+    options = [*OPTIONS, f"output={mount_point / 'run'}", "algorithm.options={}"]
     with pytest.raises(CheckpointError, match=rf"rank0\.safetensors cannot be written: {MISSING}") as raised:
         train(eager_config(folder, *options), ONE)
     numbers = re.search(MISSING, str(raised.value))
@@ -66,20 +66,20 @@ def test_a_run_on_a_full_disk_goes_on_once_there_is_room(
     assert takes == free + missing
     assert 0 < missing < 300 * 1024
     out = capsys.readouterr().out
-    assert out.count("was not written") == 1  # and the second one is the error
+    assert out.count("was not written") == 1  # the second failure is the error
     assert "[12/12]" not in out
-    saved = steps_in(place / "run")
+    saved = steps_in(mount_point / "run")
     assert saved
     for name in saved:
-        verify(place / "run" / "checkpoints" / name)
+        verify(mount_point / "run" / "checkpoints" / name)
     resize(4096)
     train(eager_config(folder, *options), ONE)
     train(eager_config(folder, *options, f"output={folder / 'undisturbed'}"), ONE)
-    assert_same_run(place / "run", folder / "undisturbed", 11)
+    assert_same_run(mount_point / "run", folder / "undisturbed", 11)
 
 
 def fail_saves(monkeypatch: pytest.MonkeyPatch, numbers: set[int]) -> None:
-    """Let the operating system refuse the tensors of these saves, counted from 1."""
+    """Let the saves with these numbers, counted from 1, fail with a full disk."""
     saves = 0
     save_file = checkpoint_writer.save_file
 
@@ -93,7 +93,7 @@ def fail_saves(monkeypatch: pytest.MonkeyPatch, numbers: set[int]) -> None:
     monkeypatch.setattr(checkpoint_writer, "save_file", refuse)
 
 
-def test_a_disk_that_was_full_for_a_moment_costs_nothing(
+def test_one_failed_save_does_not_end_the_run(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fail_saves(monkeypatch, {1})
@@ -103,7 +103,7 @@ def test_a_disk_that_was_full_for_a_moment_costs_nothing(
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_a_run_does_not_train_on_through_saves_that_fail(
+def test_a_second_failed_save_ends_the_run(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], asynchronous: bool
 ) -> None:
     fail_saves(monkeypatch, set(range(2, 99)))
@@ -117,14 +117,14 @@ def test_a_run_does_not_train_on_through_saves_that_fail(
 Usage = namedtuple("Usage", ["total", "used", "free"])
 
 
-def test_the_bytes_that_are_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_counts_the_missing_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "file"
     file.write_bytes(b"before")
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: Usage(0, 0, 10))
 
     def write(number: int) -> None:
         with reporting_full_disk(file, 2000):
-            file.write_bytes(b"before" + b"x" * 500)  # a part that is cut off again
+            file.write_bytes(b"before" + b"x" * 500)  # part of a write, truncated afterwards
             raise OSError(number, "whatever")
 
     with pytest.raises(DiskFull) as raised:
@@ -138,18 +138,18 @@ def test_the_bytes_that_are_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         write(errno.EACCES)
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="/dev/full is of Linux")
-def test_lines_of_metrics_name_their_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_failed_write_of_metrics_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "rollgraph.log.metrics.open_to_append", lambda path: os.fdopen(os.open("/dev/full", os.O_WRONLY), "w")
     )
     sink = JsonlSink(tmp_path / "metrics.jsonl")
-    for act in (lambda: sink.write(0, {"loss": 1.0}), sink.close):
+    for operation in (lambda: sink.write(0, {"loss": 1.0}), sink.close):
         with pytest.raises(DiskFull, match=r"metrics\.jsonl cannot be written: No space left on device"):
-            act()
+            operation()
 
 
-def test_a_small_file_names_itself(disk: tuple[Path, Disk]) -> None:
-    place, _ = disk
+def test_a_failed_small_write_names_the_file(disk: tuple[Path, Disk]) -> None:
+    mount_point, _ = disk
     with pytest.raises(DiskFull, match=rf"disk/file cannot be written: {MISSING}"):
-        write_new(place / "file", b"x" * 2**20)
+        write_new(mount_point / "file", b"x" * 2**20)

@@ -1,4 +1,4 @@
-"""Pages that lead a new user by the hand: every command and snippet on them is executed, in order."""
+"""Guides for new users: all their commands and snippets are executed, in order."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 BLOCK = re.compile(r"```(\w*)\n(.*?)```", re.DOTALL)
 NAME = re.compile(r"# (\w+\.(?:py|yaml))\n")
-# What the page downloads: a model of that name, but tiny and with random weights.
+# Replaces the download of the page with a tiny random model of that name.
 DOWNLOAD = """#!/bin/sh
 [ "$1 $3" = "download --local-dir" ] && mkdir -p "$(dirname "$4")" && cp -R "{model}" "$4"
 """
@@ -30,7 +30,7 @@ PYTHON = '#!/bin/sh\nexec "{python}" "$@"\n'
 
 
 def blocks_of(page: str) -> list[tuple[str, str]]:
-    """The language and the text of each block."""
+    """The language and the text of each code block."""
     return BLOCK.findall((DOCS / page).read_text(encoding="utf-8"))
 
 
@@ -43,7 +43,7 @@ def write_tiny_model(folder: Path) -> None:
 
 
 def write_files(page: str, folder: Path) -> None:
-    """Write the blocks of a page that begin with the name of a file."""
+    """Write the blocks of a page that begin with a file name."""
     for _, text in blocks_of(page):
         if name := NAME.match(text):
             (folder / name[1]).write_text(text)
@@ -55,7 +55,7 @@ def write_program(path: Path, text: str) -> None:
 
 
 class Reader:
-    """Someone who follows a page in an empty folder, with the commands that it names."""
+    """A user who follows a page in an empty folder, with the commands that it needs."""
 
     def __init__(self, folder: Path, tools: Path) -> None:
         self.folder = folder
@@ -66,47 +66,47 @@ class Reader:
         self.environment = {**os.environ, "PATH": os.pathsep.join([str(tools), os.environ["PATH"]])}
 
     def follow(self, page: str) -> str:
-        """Execute all blocks; returns what the commands printed."""
-        printed = ""
+        """Execute all blocks, and return the output of the commands."""
+        output = ""
         for language, text in blocks_of(page):
             if name := NAME.match(text):
                 (self.folder / name[1]).write_text(text)
             elif language == "bash":
-                printed += self.run(["bash", "-euo", "pipefail", "-c", text])
+                output += self.run(["bash", "-euo", "pipefail", "-c", text])
             elif language == "python":
-                printed += self.run([sys.executable, "-c", text])
+                output += self.run([sys.executable, "-c", text])
             else:
                 assert language == "text", f"a block of {page} is neither executed nor marked as output: {text}"
-        return printed
+        return output
 
     def run(self, command: list[str]) -> str:
-        done = subprocess.run(
+        completed = subprocess.run(
             command, cwd=self.folder, env=self.environment, text=True, stdout=subprocess.PIPE, check=True, timeout=900
         )
-        return done.stdout
+        return completed.stdout
 
 
 @pytest.mark.slow
-def test_the_first_run_goes_from_nothing_to_a_model_that_has_learned(tmp_path: Path) -> None:
+def test_the_first_run_page_trains_a_model_that_has_learned(tmp_path: Path) -> None:
     home = tmp_path / "home"
     home.mkdir()
-    printed = Reader(home, tmp_path / "tools").follow("first_run.md")
+    output = Reader(home, tmp_path / "tools").follow("first_run.md")
     metrics = [json.loads(line) for line in (home / "runs/first/metrics.jsonl").read_text().splitlines()]
-    assert [entry["step"] for entry in metrics] == list(range(-1, 64))  # the model as it was, 60 steps, and 4 more
+    assert [entry["step"] for entry in metrics] == list(range(-1, 64))  # the untrained model, 60 steps, and 4 more
     assert metrics[0]["validation/reward"] < 0.3
-    assert metrics[-1]["validation/reward"] > 0.8  # on words that were held out
-    answers = [json.loads(line) for line in printed.splitlines() if line.startswith('{"prompt": "Shout river:"')]
+    assert metrics[-1]["validation/reward"] > 0.8  # on held-out words
+    answers = [json.loads(line) for line in output.splitlines() if line.startswith('{"prompt": "Shout river:"')]
     texts = "".join(completion["text"] for completion in answers[0]["completions"])
     assert sum(character.isupper() for character in texts) > len(texts) / 2
-    scores = [json.loads(line) for line in printed.splitlines() if line.startswith('{"validation/')]
-    assert len(scores) == 3  # the first run, the model as it was, and the second run
+    scores = [json.loads(line) for line in output.splitlines() if line.startswith('{"validation/')]
+    assert len(scores) == 3  # the first run, the untrained model, and the second run
     assert scores[1].keys() == scores[2].keys() > {"validation/rewards/right_case", "validation/rewards/says_word"}
     for folder in ("exported", "runs/own_model/model"):
         assert (home / folder / "model.safetensors").exists()
 
 
 @pytest.mark.slow
-def test_the_loop_of_the_python_page_resumes_as_if_it_had_not_stopped(tmp_path: Path) -> None:
+def test_the_loop_of_the_python_page_resumes_exactly(tmp_path: Path) -> None:
     for name, parts in (("whole", [3]), ("stopped", [2, 3])):
         folder = tmp_path / name
         write_tiny_model(folder / "models" / "Qwen2.5-0.5B-Instruct")

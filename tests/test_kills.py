@@ -1,5 +1,5 @@
-"""One of three ranks is killed or stopped: the others exit in time and name it, and the restarted run gives the same
-bits as a run that was not disturbed.
+"""One of three ranks is killed or stopped: the others exit in time and name it, and the restarted run has the bits of
+an undisturbed one.
 
 ROLLGRAPH_KILLS sets the number of random kills.
 """
@@ -31,9 +31,9 @@ from tests.test_train import assert_same_run, config_of, folder, metrics_of, wei
 __all__ = ["folder"]
 
 RANKS, STEPS = 3, 12
-TIMEOUT = 20.0  # seconds; the cost of a rank that is stopped, or killed before it has connected
-LONG_TIMEOUT = 200.0  # for ranks that are killed at work, which the others notice at once
-GRACE = 250.0  # more seconds, for a busy machine
+TIMEOUT = 20.0  # seconds until a rank is missed that was stopped, or killed before it connected
+LONG_TIMEOUT = 200.0  # for ranks that are killed later, which the others notice at once
+GRACE = 250.0  # additional seconds, for a busy machine
 KILLS = int(os.environ.get("ROLLGRAPH_KILLS", "12"))
 NAMED = re.compile(r"rank (\d+) (?:on \S+ \(|did not join|did not respond|on \S+ failed with)")
 CONFIG = f"""
@@ -92,13 +92,13 @@ class Attempt:
 def begin(
     folder: Path, output: Path, *overrides: str, store_at_rank_0: bool = False, timeout: float = LONG_TIMEOUT
 ) -> Attempt:
-    """Start the ranks. They are forked from a server that has imported everything, so they start quickly."""
+    """Start the ranks, forked from a server that has imported everything."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch._dynamo", "yaml", "rollgraph.train", "rollgraph.cli", "tests.test_kills"])
     path = folder / f"{output.name}.yaml"
     limits = f"ranks={{timeout: {timeout}, heartbeat_timeout: {timeout}}}"
-    given = [f"output={output}", "data.validation=null", limits, *overrides]
-    config = config_of(folder, *given, text=CONFIG)
+    options = [f"output={output}", "data.validation=null", limits, *overrides]
+    config = config_of(folder, *options, text=CONFIG)
     path.write_text(to_yaml(config))
     environment = {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RESTART_COUNT": "0"}
     store = None
@@ -121,7 +121,7 @@ def begin(
 
 
 def finish(attempt: Attempt, code: int = 0) -> None:
-    """Wait for a run that is not disturbed."""
+    """Wait for the end of an undisturbed run."""
     for rank, process in enumerate(attempt.processes):
         process.join(GRACE)
         assert process.exitcode == code, attempt.describe(rank)
@@ -130,15 +130,15 @@ def finish(attempt: Attempt, code: int = 0) -> None:
 # -- moments ---------------------------------------------------------------------------------------
 
 
-def describe_step_count(output: Path) -> int:
+def count_steps(output: Path) -> int:
     try:
         lines = (output / "metrics.jsonl").read_text().splitlines()
     except OSError:
         return 0
-    return sum(not line.startswith('{"step": -1,') for line in lines)  # that is the validation before the first step
+    return sum(not line.startswith('{"step": -1,') for line in lines)  # the validation before the first step
 
 
-def being_written(output: Path) -> set[str]:
+def unfinished_saves(output: Path) -> set[str]:
     try:
         return {path.name for path in (output / "checkpoints").iterdir() if path.name.endswith(".incomplete")}
     except OSError:
@@ -146,43 +146,43 @@ def being_written(output: Path) -> set[str]:
 
 
 def a_save(output: Path, delay: float) -> Callable[[], bool]:
-    before = being_written(output)
-    return after(lambda: bool(being_written(output) - before), delay)
+    before = unfinished_saves(output)
+    return after(lambda: bool(unfinished_saves(output) - before), delay)
 
 
 def a_step(output: Path, count: int, delay: float) -> Callable[[], bool]:
-    before = describe_step_count(output)
-    return after(lambda: describe_step_count(output) >= before + count, delay)
+    before = count_steps(output)
+    return after(lambda: count_steps(output) >= before + count, delay)
 
 
 def after(condition: Callable[[], bool], delay: float) -> Callable[[], bool]:
-    """A condition that holds `delay` seconds after `condition` first held."""
-    held: list[float] = []
+    """A condition that becomes true `delay` seconds after `condition` did."""
+    first_held: list[float] = []
 
     def reached() -> bool:
-        if not held and condition():
-            held.append(time.monotonic())
-        return bool(held) and time.monotonic() >= held[0] + delay
+        if not first_held and condition():
+            first_held.append(time.monotonic())
+        return bool(first_held) and time.monotonic() >= first_held[0] + delay
 
     return reached
 
 
-def any_moment(chance: random.Random, output: Path) -> Callable[[], bool]:
-    kind = chance.choice(["start", "step", "save", "save"])
+def random_moment(generator: random.Random, output: Path) -> Callable[[], bool]:
+    kind = generator.choice(["start", "step", "save", "save"])
     if kind == "start":
-        return after(lambda: True, chance.uniform(0, 2))
+        return after(lambda: True, generator.uniform(0, 2))
     if kind == "step":
-        return a_step(output, chance.randint(1, 3), chance.uniform(0, 0.2))
-    return a_save(output, chance.choice([0, chance.uniform(0, 0.03)]))
+        return a_step(output, generator.randint(1, 3), generator.uniform(0, 0.2))
+    return a_save(output, generator.choice([0, generator.uniform(0, 0.03)]))
 
 
 # -- kills -----------------------------------------------------------------------------------------
 
 
-def kill_rank(attempt: Attempt, moment: Callable[[], bool], victim: int, how: signal.Signals) -> bool:
+def kill_rank(attempt: Attempt, moment: Callable[[], bool], victim: int, signal_number: signal.Signals) -> bool:
     """Send a signal to one rank at a moment, and check that the others exit in time and name it.
 
-    Returns whether the moment came before the run was over.
+    Returns whether the moment came before the end of the run.
     """
     try:
         while not moment():
@@ -191,8 +191,8 @@ def kill_rank(attempt: Attempt, moment: Callable[[], bool], victim: int, how: si
                 return False
             time.sleep(0.002)
         try:
-            os.kill(attempt.processes[victim].pid, how)
-        except ProcessLookupError:  # it had just finished
+            os.kill(attempt.processes[victim].pid, signal_number)
+        except ProcessLookupError:  # it has just finished
             finish(attempt)
             return False
         deadline = time.monotonic() + TIMEOUT + GRACE
@@ -206,7 +206,7 @@ def kill_rank(attempt: Attempt, moment: Callable[[], bool], victim: int, how: si
 
 
 def stop(attempt: Attempt, moment: Callable[[], bool]) -> None:
-    """Terminate as Slurm does. `torchrun` forwards its own signal, so each rank gets it twice."""
+    """Send SIGTERM as Slurm does. `torchrun` forwards the signal that it gets, so each rank gets two."""
     while not moment():
         assert attempt.running(), attempt.describe(0)
         time.sleep(0.002)
@@ -218,21 +218,21 @@ def stop(attempt: Attempt, moment: Callable[[], bool]) -> None:
 
 
 def check_survivor(attempt: Attempt, rank: int, victim: int) -> None:
-    code, said = attempt.processes[rank].exitcode, attempt.describe(rank)
-    assert code is not None, f"rank {victim} was lost, and rank {rank} is still running: {said}"
-    if code == 0:  # it had finished
-        assert (attempt.output / "checkpoints" / f"step_{STEPS - 1:08}").exists(), said
+    code, log = attempt.processes[rank].exitcode, attempt.describe(rank)
+    assert code is not None, f"rank {victim} was lost, and rank {rank} is still running: {log}"
+    if code == 0:  # it has finished
+        assert (attempt.output / "checkpoints" / f"step_{STEPS - 1:08}").exists(), log
         return
-    assert code == ExitCode.RANK_LOST, f"rank {victim} was lost: {said}"
-    assert set(NAMED.findall(said)) == {str(victim)}, f"rank {victim} was lost: {said}"
+    assert code == ExitCode.RANK_LOST, f"rank {victim} was lost: {log}"
+    assert set(NAMED.findall(log)) == {str(victim)}, f"rank {victim} was lost: {log}"
 
 
-def assert_same(one: Path, other: Path) -> None:
-    assert_same_run(one, other, STEPS - 1)
+def assert_same(first: Path, second: Path) -> None:
+    assert_same_run(first, second, STEPS - 1)
     for rank in range(RANKS):
-        ours, theirs = weights_of(one, STEPS - 1, rank), weights_of(other, STEPS - 1, rank)
+        ours, theirs = weights_of(first, STEPS - 1, rank), weights_of(second, STEPS - 1, rank)
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    assert [entry["step"] for entry in metrics_of(other)] == list(range(STEPS))
+    assert [entry["step"] for entry in metrics_of(second)] == list(range(STEPS))
 
 
 @pytest.fixture
@@ -245,10 +245,10 @@ def undisturbed(folder: Path) -> Path:
 @pytest.mark.slow
 @pytest.mark.multi
 @pytest.mark.timeout(1200)
-def test_a_killed_rank_is_named_and_the_run_can_be_resumed(folder: Path, undisturbed: Path) -> None:
+def test_a_killed_rank_is_named_and_the_run_resumes_exactly(folder: Path, undisturbed: Path) -> None:
     output = folder / "killed"
-    assert kill_rank(begin(folder, output), a_save(output, 0), victim=1, how=signal.SIGKILL)
-    assert kill_rank(begin(folder, output), a_step(output, 1, 0), victim=0, how=signal.SIGKILL)
+    assert kill_rank(begin(folder, output), a_save(output, 0), victim=1, signal_number=signal.SIGKILL)
+    assert kill_rank(begin(folder, output), a_step(output, 1, 0), victim=0, signal_number=signal.SIGKILL)
     stop(begin(folder, output), a_step(output, 1, 0))
     finish(begin(folder, output))
     assert_same(undisturbed, output)
@@ -257,20 +257,20 @@ def test_a_killed_rank_is_named_and_the_run_can_be_resumed(folder: Path, undistu
 @pytest.mark.slow
 @pytest.mark.multi
 @pytest.mark.timeout(1200 + 120 * KILLS)
-def test_kills_at_random_moments(folder: Path, undisturbed: Path) -> None:
-    """Kill ranks until there were enough kills. A run that finishes before its kill is compared, too."""
-    chance = random.Random(int(os.environ.get("ROLLGRAPH_KILLS_SEED", "0")))
+def test_kills_at_random_moments_change_no_bit(folder: Path, undisturbed: Path) -> None:
+    """Kill ranks KILLS times. A run that finishes before its kill is compared, too."""
+    generator = random.Random(int(os.environ.get("ROLLGRAPH_KILLS_SEED", "0")))
     kills, runs, kinds = 0, 0, []
     while kills < KILLS:
         output = folder / f"killed {runs}"
-        moment, victim = any_moment(chance, output), chance.randrange(RANKS)
-        how = signal.SIGSTOP if chance.random() < 0.2 else signal.SIGKILL
-        began = time.monotonic()
-        attempt = begin(folder, output, store_at_rank_0=chance.random() < 0.25, timeout=TIMEOUT)
-        if kill_rank(attempt, moment, victim, how):
+        moment, victim = random_moment(generator, output), generator.randrange(RANKS)
+        signal_number = signal.SIGSTOP if generator.random() < 0.2 else signal.SIGKILL
+        start_time = time.monotonic()
+        attempt = begin(folder, output, store_at_rank_0=generator.random() < 0.25, timeout=TIMEOUT)
+        if kill_rank(attempt, moment, victim, signal_number):
             kills += 1
-            kinds.append({"victim": victim, "how": how.name, "steps": describe_step_count(output)})
-            print(json.dumps({**kinds[-1], "seconds": round(time.monotonic() - began, 1)}), flush=True)
+            kinds.append({"victim": victim, "how": signal_number.name, "steps": count_steps(output)})
+            print(json.dumps({**kinds[-1], "seconds": round(time.monotonic() - start_time, 1)}), flush=True)
         else:
             assert_same(undisturbed, output)
             runs += 1

@@ -1,4 +1,4 @@
-"""It is the rewards that teach: a run whose rewards are shuffled among its completions learns nothing."""
+"""Runs learn from their rewards: with rewards shuffled among completions, a run learns nothing."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ import random
 order = random.Random(0)
 
 def right(completions, answer, **columns):
-    return [float(text == wanted) for text, wanted in zip(completions, answer, strict=True)]
+    return [float(text == expected) for text, expected in zip(completions, answer, strict=True)]
 
 def shuffled(completions, answer, **columns):
     rewards = right(completions, answer)
-    order.shuffle(rewards)  # which leaves their mean, and so that of a validation, as it is
+    order.shuffle(rewards)  # keeps their mean, and so that of a validation
     return rewards
 
 def even(completions, **columns):
@@ -40,28 +40,28 @@ def shuffled_even(completions, **columns):
 
 
 def validations(run: Path) -> list[float]:
-    """The mean reward of held-out prompts, each time it was looked at."""
+    """The mean reward of held-out prompts at each validation."""
     entries = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [entry["validation/reward"] for entry in entries if "validation/reward" in entry]
 
 
-def test_a_policy_learns_what_is_rewarded_and_nothing_from_shuffled_rewards(folder: Path) -> None:
-    """Bytes that are even, by a model of one layer."""
+def test_a_policy_learns_from_rewards_and_not_from_shuffled_ones(folder: Path) -> None:
+    """The reward counts even bytes; the model has one layer."""
     (folder / "rewards.py").write_text(REWARDS)
     options = ["steps=40", "optimizer={lr: 1e-2, schedule: constant}", "algorithm.options={}", "checkpoint.every=100"]
     options += ["validation={every: 40, max_prompts: 10, samples: 32, temperature: 1.0}", "data.prompts_per_step=8"]
-    options += ["rollout.rows=32", "train.token_buckets=[256]"]  # few batches, so that it takes seconds
-    found = {}
+    options += ["rollout.rows=32", "train.token_buckets=[256]"]  # few batches, to take only seconds
+    final_rewards = {}
     for name in ("even", "shuffled_even"):
-        given = f"reward.functions=[{{name: '{folder / 'rewards.py'}:{name}'}}]"
-        train(config_of(folder, *options, given, f"output={folder / name}"), ONE)
-        _, found[name] = validations(folder / name)
-    assert found["even"] > 0.9
-    assert found["shuffled_even"] < 0.3  # it begins at 0.2
+        reward = f"reward.functions=[{{name: '{folder / 'rewards.py'}:{name}'}}]"
+        train(config_of(folder, *options, reward, f"output={folder / name}"), ONE)
+        _, final_rewards[name] = validations(folder / name)
+    assert final_rewards["even"] > 0.9
+    assert final_rewards["shuffled_even"] < 0.3  # it starts at 0.2
 
 
 class Quickstart:
-    """The quickstart, shortened: one warm start, then runs of GRPO that begin with its weights."""
+    """The quickstart, shortened: a warm start, then runs of GRPO that start from its weights."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -75,8 +75,8 @@ class Quickstart:
 
     def _held_out(self, name: str, function: str, *overrides: str) -> float:
         reward = f"reward.functions=[{{name: '{self._folder / 'rewards.py'}:{function}'}}]"
-        given = [*self._common, reward, f"output={self._folder / name}", *overrides]
-        train(load_config(self._folder / "config.yaml", given), ONE)
+        options = [*self._common, reward, f"output={self._folder / name}", *overrides]
+        train(load_config(self._folder / "config.yaml", options), ONE)
         return validations(self._folder / name)[-1]
 
     def learn(self, name: str, function: str, *overrides: str) -> float:
@@ -99,15 +99,15 @@ def test_shuffled_rewards_teach_nothing(quickstart: Quickstart) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)  # six runs of a minute or two
-def test_moments_of_fewer_bits_learn_as_well_as_fp32(quickstart: Quickstart) -> None:
-    """Within the noise of seeds: how much runs in fp32 differ, or how much 512 samples of one policy do, if more."""
-    found: dict[str, list[float]] = {"fp32": [], "bf16": [], "int8": []}
-    for state, runs in found.items():
+def test_bf16_and_int8_optimizer_state_learns_as_well_as_fp32(quickstart: Quickstart) -> None:
+    """Within noise: the range of two fp32 runs, or four standard errors of 512 samples, whichever is larger."""
+    final_rewards: dict[str, list[float]] = {"fp32": [], "bf16": [], "int8": []}
+    for state, runs in final_rewards.items():
         for seed in range(2):
             settings = [f"seed={seed}", f"optimizer.state={state}"]
             runs.append(quickstart.learn(f"{state}_{seed}", "right", *settings))
-    mean = statistics.mean(found["fp32"])
-    noise = max(max(found["fp32"]) - min(found["fp32"]), 4 * math.sqrt(mean * (1 - mean) / 512))
+    mean = statistics.mean(final_rewards["fp32"])
+    noise = max(max(final_rewards["fp32"]) - min(final_rewards["fp32"]), 4 * math.sqrt(mean * (1 - mean) / 512))
     for state in ("bf16", "int8"):
-        assert min(found[state]) > mean - noise, found
-        assert min(found[state]) > quickstart.start + 0.25, found
+        assert min(final_rewards[state]) > mean - noise, final_rewards
+        assert min(final_rewards[state]) > quickstart.start + 0.25, final_rewards

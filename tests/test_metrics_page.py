@@ -1,4 +1,4 @@
-"""docs/metrics.md names every metric that a run can write, and no other."""
+"""docs/metrics.md lists exactly the metrics that runs can write."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ __all__ = ["folder"]
 PAGE = Path(__file__).parents[1] / "docs" / "metrics.md"
 KL = "algorithm.options={kl_coef: 0.05, dual_clip: 3.0, importance_cap: 2.0}"
 
-OPTIONS = {"dr_grpo": "{max_tokens: 4}"}  # what an algorithm cannot do without
+OPTIONS = {"dr_grpo": "{max_tokens: 4}"}  # required options of algorithms
 
-OWN = """
+CUSTOM = """
 from collections import Counter
 from rollgraph.rl.environment import SingleTurn
 
@@ -44,7 +44,7 @@ def names_on_the_page() -> set[str]:
 
 
 def is_named(metric: str, name: str) -> bool:
-    """Whether a metric is the one of a name, in which <label> stands for any text."""
+    """Whether a metric matches a name, in which <label> stands for any text."""
     parts = [re.escape(part) for part in re.split(r"<\w+>", name)]
     return re.fullmatch("[^/]+".join(parts), metric) is not None
 
@@ -56,7 +56,7 @@ def metrics_of_a_run(folder: Path, output: str, *overrides: str) -> set[str]:
 
 
 def inputs_of(folder: Path, name: str) -> list[str]:
-    """What an algorithm learns from, where that is not a reward: rows with completions, or a teacher."""
+    """Settings for algorithms that do not learn from rewards, but from completions in the data or a teacher."""
     if name in SUPERVISED:
         path = folder / "written.jsonl"
         path.write_text('{"prompt": "0?", "completion": "4", "chosen": "4", "rejected": "5"}\n' * 8)
@@ -67,25 +67,27 @@ def inputs_of(folder: Path, name: str) -> list[str]:
     return ["data.validation=null"]
 
 
-def test_the_page_has_every_metric_and_no_other(folder: Path) -> None:
-    """Each algorithm as it is, and a run in which everything happens that is only reported when it happens."""
-    written = {}
+def test_the_page_lists_exactly_the_metrics_of_runs(folder: Path) -> None:
+    """From runs of each algorithm, and one with failures, drops and custom metrics, which are logged only then."""
+    metrics_by_run = {}
     for name in ALGORITHMS:
-        given = [f"algorithm.name={name}", f"algorithm.options={OPTIONS.get(name, '{}')}", *inputs_of(folder, name)]
-        written[name] = metrics_of_a_run(folder, name, *given)
-        if name not in SUPERVISED:  # which learn from what others wrote
-            assert {"policy/entropy", "policy/clipped_low", "policy/clipped_high"} <= written[name]
+        options = [f"algorithm.name={name}", f"algorithm.options={OPTIONS.get(name, '{}')}", *inputs_of(folder, name)]
+        metrics_by_run[name] = metrics_of_a_run(folder, name, *options)
+        if name not in SUPERVISED:  # supervised algorithms sample nothing
+            assert {"policy/entropy", "policy/clipped_low", "policy/clipped_high"} <= metrics_by_run[name]
     long = json.dumps({"prompt": "0" * 20, "answer": "4"}) + "\n"
     for file in ("train", "held_out"):
         path = folder / f"{file}.jsonl"
         path.write_text(long + path.read_text())
-    (folder / "own.py").write_text(OWN)
+    (folder / "own.py").write_text(CUSTOM)
     functions = f"reward.functions=[{{name: '{folder}/own.py:some'}}, {{name: length, options: {{limit: 4}}}}]"
     environment = f"rollout.environment={{name: '{folder}/own.py:Failing'}}"
-    written["everything"] = metrics_of_a_run(folder, "everything", KL, functions, environment, "data.too_long=drop")
+    metrics_by_run["everything"] = metrics_of_a_run(
+        folder, "everything", KL, functions, environment, "data.too_long=drop"
+    )
     page = names_on_the_page()
     assert len(page) > 40
-    for run, metrics in written.items():
+    for run, metrics in metrics_by_run.items():
         assert [metric for metric in sorted(metrics) if not any(is_named(metric, name) for name in page)] == [], run
-    everything = set().union(*written.values())
+    everything = set().union(*metrics_by_run.values())
     assert [name for name in sorted(page) if not any(is_named(metric, name) for metric in everything)] == []

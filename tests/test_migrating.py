@@ -1,4 +1,4 @@
-"""The migration pages name keys that exist, and their code works."""
+"""The migration pages name existing keys, and their code works."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ def known_keys() -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("framework", "least"),
+    ("framework", "minimum"),
     [("GRPOTrainer", 14), ("GRPOConfig", 191), ("Hugging Face", 50), ("verl", 100), ("NeMo-RL", 50)],
 )
-def test_the_tables_name_keys_that_exist(framework: str, least: int) -> None:
+def test_the_tables_name_existing_keys(framework: str, minimum: int) -> None:
     rows = [row for page in PAGES for row in rows_of(page) if row[0] == framework]
-    assert len(rows) >= least
-    named = {key for _, _, ours, _ in rows for key in ours.split()}
-    assert named - known_keys() == set()
+    assert len(rows) >= minimum
+    mapped_keys = {key for _, _, ours, _ in rows for key in ours.split()}
+    assert mapped_keys - known_keys() == set()
     assert [name for _, name, ours, remark in rows if not (ours or remark)] == []
 
 
-def test_keys_in_the_text_about_trl_exist() -> None:
-    """TRL's own names have no dots."""
+def test_keys_in_the_prose_about_trl_exist() -> None:
+    """Names of TRL have no dots."""
     sections = "|".join(sorted({key.name for key in list_keys() if "." not in key.name}))
     prose = re.sub(r"```.*?```", "", text_of(PAGES[0]), flags=re.DOTALL)
     mentioned = {name.partition(":")[0] for name in re.findall(rf"`((?:{sections})\.[^`]*)`", prose)}
@@ -52,7 +52,7 @@ def test_keys_in_the_text_about_trl_exist() -> None:
 
 
 def code_with(page: str, text: str) -> dict[str, Any]:
-    """What the Python block of a page that contains `text` defines."""
+    """The names defined by the Python block of a page that contains `text`."""
     (code,) = [block for block in re.findall(r"```python\n(.*?)```", text_of(page), re.DOTALL) if text in block]
     names: dict[str, Any] = {}
     exec(code, names)
@@ -69,11 +69,11 @@ def score(function: Any, columns: dict[str, Any]) -> Rollout:
     return rollout
 
 
-def test_the_reward_function_for_both_works() -> None:
+def test_the_documented_reward_function_works() -> None:
     assert score(code_with(PAGES[0], "def exact")["exact"], {"answer": "42"}).reward == 1.0
 
 
-def test_the_adapter_of_a_score_of_verl_works(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_adapter_for_compute_score_of_verl_works(monkeypatch: pytest.MonkeyPatch) -> None:
     def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any) -> Any:
         return {"score": float(solution_str.strip() == ground_truth), "source": data_source, "extra": extra_info}
 

@@ -1,4 +1,4 @@
-"""Classes and functions that a program gives where a file has import paths: the run is the same, and so is a resume."""
+"""Classes and functions as arguments, in place of import paths: runs resume with them, and ranks get them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[1]
 
 
 class Game:
-    """A state for each rollout."""
+    """The state of an episode."""
 
     def __init__(self, prompt: object) -> None:
         self.prompt = prompt
@@ -38,7 +38,7 @@ class Game:
         pass
 
 
-# A game in several turns, an algorithm and a reward, all defined in the program itself.
+# A program that defines a game in several turns, an algorithm and a reward.
 PROGRAM = """
 import os
 import signal
@@ -109,10 +109,10 @@ if __name__ == "__main__":
 """
 
 
-def run_program(folder: Path, *words: str, launcher: tuple[str, ...] = (), kill_after: int | None = None) -> Any:
+def run_program(folder: Path, *arguments: str, launcher: tuple[str, ...] = (), kill_after: int | None = None) -> Any:
     (folder / "program.py").write_text(PROGRAM)
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "KILL": str(kill_after)}
-    command = [sys.executable, *launcher, "program.py", *words]
+    command = [sys.executable, *launcher, "program.py", *arguments]
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
 
 
@@ -122,14 +122,14 @@ def rewards_of(run: Path) -> list[float]:
 
 @pytest.mark.slow
 @pytest.mark.multi
-def test_a_program_that_is_killed_goes_on_with_its_objects(tmp_path: Path) -> None:
+def test_a_killed_program_resumes_with_its_objects(tmp_path: Path) -> None:
     whole = run_program(tmp_path, "whole", "Bold")
     assert whole.returncode == 0, whole.stderr
     assert run_program(tmp_path, "killed", "Bold", kill_after=1).returncode == -signal.SIGKILL
-    other = run_program(tmp_path, "killed", "Other")
-    assert "algorithm.name: __main__:Bold → __main__:Other" in other.stderr
-    none = run_program(tmp_path, "killed", "Bold", "no environment")
-    assert "rollout.environment: {" in none.stderr
+    changed = run_program(tmp_path, "killed", "Other")
+    assert "algorithm.name: __main__:Bold → __main__:Other" in changed.stderr
+    without_environment = run_program(tmp_path, "killed", "Bold", "no environment")
+    assert "rollout.environment: {" in without_environment.stderr
     resumed = run_program(tmp_path, "killed", "Bold")
     assert resumed.returncode == 0, resumed.stderr
     assert rewards_of(tmp_path / "killed") == rewards_of(tmp_path / "whole")
@@ -139,10 +139,10 @@ def test_a_program_that_is_killed_goes_on_with_its_objects(tmp_path: Path) -> No
 
 @pytest.mark.slow
 @pytest.mark.multi
-def test_two_ranks_are_given_the_objects_by_their_program(tmp_path: Path) -> None:
+def test_two_ranks_get_the_objects_of_their_program(tmp_path: Path) -> None:
     launcher = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone")
-    done = run_program(tmp_path, "run", "Bold", launcher=launcher)
-    assert done.returncode == 0, done.stderr
+    completed = run_program(tmp_path, "run", "Bold", launcher=launcher)
+    assert completed.returncode == 0, completed.stderr
     assert len(rewards_of(tmp_path / "run")) == 4
 
 
@@ -169,9 +169,7 @@ def make_trainer(output: Path, **arguments: Any) -> Trainer:
     return Trainer(**{**settings, "rewards": [("length", 1.0, {"limit": 3})], **arguments})
 
 
-def test_classes_and_functions_inside_a_function_can_be_given(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_local_classes_and_functions_are_accepted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def reply(text: str, prompt: object) -> None:
         pass
 
@@ -186,7 +184,7 @@ def test_classes_and_functions_inside_a_function_can_be_given(
     trainer.train(steps=1).close()
     with trainer.open(steps=2) as (run, _):
         assert (type(run.inputs.algorithm), type(run.inputs.environment)) == (Bold, Game)
-    path = f"{__name__}:test_classes_and_functions_inside_a_function_can_be_given.<locals>."
+    path = f"{__name__}:test_local_classes_and_functions_are_accepted.<locals>."
     written = (tmp_path / "config.yaml").read_text()
     assert f"name: {path}Game\n" in written
     assert f"reply: {path}reply\n" in written
@@ -194,7 +192,7 @@ def test_classes_and_functions_inside_a_function_can_be_given(
     assert "it is defined in a Python program, so run that" in capsys.readouterr().err
 
 
-def test_an_environment_stands_alone_or_with_options(tmp_path: Path) -> None:
+def test_an_environment_may_be_a_callable_or_a_name(tmp_path: Path) -> None:
     make = partial(MultiTurn, reply=lambda text, prompt: None, max_turns=1, max_tokens=4)
     config = make_trainer(tmp_path, environment=make).config
     assert config.rollout.environment is not None
@@ -217,8 +215,8 @@ def test_an_environment_stands_alone_or_with_options(tmp_path: Path) -> None:
 
 def test_an_adapter_may_be_a_config_of_peft(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
-    named = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["v_proj", "down_proj"], task_type="CAUSAL_LM")
-    trainer = make_trainer(tmp_path, adapter=named)
+    peft_config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["v_proj", "down_proj"], task_type="CAUSAL_LM")
+    trainer = make_trainer(tmp_path, adapter=peft_config)
     assert trainer.config.adapter == AdapterConfig(rank=4, alpha=8.0, targets=("v_proj", "down_proj"))
     with trainer.train(steps=1):
         written = json.loads((tmp_path / "model" / "adapter_config.json").read_text())
@@ -234,7 +232,7 @@ def test_an_adapter_may_be_a_config_of_peft(tmp_path: Path) -> None:
     [{"use_dora": True}, {"bias": "all"}, {"target_modules": ["lm_head"]}, {"init_lora_weights": "gaussian"}],
     ids=str,
 )
-def test_what_a_config_of_peft_asks_for_and_is_not_there_is_named(tmp_path: Path, settings: dict[str, Any]) -> None:
+def test_unsupported_settings_of_peft_are_named(tmp_path: Path, settings: dict[str, Any]) -> None:
     peft = pytest.importorskip("peft")
     with pytest.raises(InvalidInput, match=f"LoraConfig: {next(iter(settings))}="):
         make_trainer(tmp_path, adapter=peft.LoraConfig(**settings))
@@ -242,28 +240,28 @@ def test_what_a_config_of_peft_asks_for_and_is_not_there_is_named(tmp_path: Path
 
 def test_a_callback_of_transformers_sees_steps_and_stops_the_run(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    seen: list[tuple[Any, ...]] = []
+    events: list[tuple[Any, ...]] = []
 
     class Watch(transformers.TrainerCallback):
         def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            seen.append(("begin", args.output_dir, state.max_steps))
+            events.append(("begin", args.output_dir, state.max_steps))
 
         def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
-            seen.append((state.global_step, logs["reward"]))
+            events.append((state.global_step, logs["reward"]))
 
         def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, float], **_: Any) -> Any:
-            seen.append(("evaluate", metrics["eval_reward"]))
+            events.append(("evaluate", metrics["eval_reward"]))
             control.should_training_stop = state.global_step == 2
             return control
 
         def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            seen.append(("end", state.global_step))
+            events.append(("end", state.global_step))
 
     trainer = make_trainer(tmp_path, callbacks=Watch(), validation=[{"prompt": "2+2="}], validation_every=2)
     with trainer.train(steps=4) as run:
         assert not run.finished
         rows = {row["step"]: row for row in run.metrics}
-    assert seen == [
+    assert events == [
         ("begin", str(tmp_path), 4),
         (1, rows[0]["reward"]),
         (2, rows[1]["reward"]),
@@ -272,7 +270,7 @@ def test_a_callback_of_transformers_sees_steps_and_stops_the_run(tmp_path: Path)
     ]
 
 
-def test_copies_of_a_path_are_text() -> None:
+def test_a_pickled_object_path_is_text() -> None:
     path = ObjectPath(GRPO)
     assert path == "rollgraph.rl.algorithms.grpo:GRPO"
     assert copy.deepcopy(path) is path

@@ -1,5 +1,5 @@
-"""The first example of docs/python_api.md, run as a user would: from a wheel, outside the repository, in a script and
-in a notebook, with every Python that has PyTorch.
+"""The first example of docs/python_api.md runs from a wheel, outside the repository, as a script and as a notebook,
+with every available Python.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def page_example() -> str:
 
 
 def make_hub(folder: Path) -> HubCache:
-    """A cache that has a tiny model under the id of the example. It knows two words, so it says the right one often."""
+    """A cache with a tiny model under the id of the example. It knows two words, so it is often right."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     model_folder = folder / "model"
@@ -54,61 +54,61 @@ def make_hub(folder: Path) -> HubCache:
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Path:
+def folder(tmp_path: Path) -> Path:
     for name in ("val", "test"):
         (tmp_path / f"{name}.jsonl").write_text('{"prompt": "a b", "answer": "a"}\n')
     return tmp_path
 
 
-def environment_of(place: Path, installed: Path) -> dict[str, str]:
-    cache = make_hub(place)
-    given = {"HF_HUB_CACHE": str(cache.folder), "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(installed)}
-    return {**os.environ, **given, "OMP_NUM_THREADS": "1"}
+def environment_of(folder: Path, installed: Path) -> dict[str, str]:
+    cache = make_hub(folder)
+    variables = {"HF_HUB_CACHE": str(cache.folder), "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(installed)}
+    return {**os.environ, **variables, "OMP_NUM_THREADS": "1"}
 
 
 def pythons() -> list[str]:
-    """This Python, and 3.13 where it has what rollgraph needs. ROLLGRAPH_PYTHON names another one."""
-    found = [sys.executable]
+    """This Python, and ROLLGRAPH_PYTHON and Python 3.13 if they have the dependencies of rollgraph."""
+    paths = [sys.executable]
     for name in (os.environ.get("ROLLGRAPH_PYTHON", ""), "python3.13"):
         path = shutil.which(name) if name else None
-        needs = "import torch, numpy, safetensors, tokenizers, jinja2, rich, yaml, cloudpickle, huggingface_hub"
-        if path and subprocess.run([path, "-c", needs], capture_output=True).returncode == 0:
-            found.append(path)
-    return found
+        imports = "import torch, numpy, safetensors, tokenizers, jinja2, rich, yaml, cloudpickle, huggingface_hub"
+        if path and subprocess.run([path, "-c", imports], capture_output=True).returncode == 0:
+            paths.append(path)
+    return paths
 
 
-def check_result(place: Path, said: str) -> None:
-    lines = [line for line in said.splitlines() if re.fullmatch(r"\d+ [-+\d.e]+", line)]
-    assert [int(line.split()[0]) for line in lines] == list(range(STEPS)), said  # the callback of the example
-    steps = [json.loads(line)["step"] for line in (place / "runs/mine/metrics.jsonl").read_text().splitlines()]
+def assert_trained(folder: Path, output: str) -> None:
+    lines = [line for line in output.splitlines() if re.fullmatch(r"\d+ [-+\d.e]+", line)]
+    assert [int(line.split()[0]) for line in lines] == list(range(STEPS)), output  # the callback of the example
+    steps = [json.loads(line)["step"] for line in (folder / "runs/mine/metrics.jsonl").read_text().splitlines()]
     assert steps == [-1, *range(STEPS)]
-    assert (place / "exported" / "model.safetensors").exists()
+    assert (folder / "exported" / "model.safetensors").exists()
 
 
 @pytest.mark.slow
-def test_the_example_of_the_page_is_a_script(place: Path, installed: Path) -> None:
-    (place / "script.py").write_text(f"import rollgraph\nprint(rollgraph.__file__)\n{page_example()}")
+def test_the_example_runs_as_a_script(folder: Path, installed: Path) -> None:
+    (folder / "script.py").write_text(f"import rollgraph\nprint(rollgraph.__file__)\n{page_example()}")
     for python in pythons():
-        for left in ("runs", "exported"):
-            shutil.rmtree(place / left, ignore_errors=True)
-        done = subprocess.run(
-            [python, "script.py"], cwd=place, env=environment_of(place, installed), capture_output=True, text=True
+        for leftover in ("runs", "exported"):
+            shutil.rmtree(folder / leftover, ignore_errors=True)
+        completed = subprocess.run(
+            [python, "script.py"], cwd=folder, env=environment_of(folder, installed), capture_output=True, text=True
         )
-        assert done.returncode == 0, done.stderr
-        assert Path(done.stdout.splitlines()[0]) == installed / "rollgraph" / "__init__.py"
-        check_result(place, done.stdout)
+        assert completed.returncode == 0, completed.stderr
+        assert Path(completed.stdout.splitlines()[0]) == installed / "rollgraph" / "__init__.py"
+        assert_trained(folder, completed.stdout)
 
 
 @pytest.mark.slow
-def test_the_example_of_the_page_is_a_notebook(place: Path, installed: Path) -> None:
+def test_the_example_runs_as_a_notebook(folder: Path, installed: Path) -> None:
     nbformat = pytest.importorskip("nbformat")
     nbclient = pytest.importorskip("nbclient")
     pytest.importorskip("ipykernel")
     notebook = nbformat.v4.new_notebook()
-    where = nbformat.v4.new_code_cell("import rollgraph; rollgraph.__file__")
-    notebook.cells = [where, nbformat.v4.new_code_cell(page_example())]
+    location_cell = nbformat.v4.new_code_cell("import rollgraph; rollgraph.__file__")
+    notebook.cells = [location_cell, nbformat.v4.new_code_cell(page_example())]
     client = nbclient.NotebookClient(notebook, timeout=600, kernel_name="python3")
-    client.execute(cwd=str(place), env=environment_of(place, installed))
+    client.execute(cwd=str(folder), env=environment_of(folder, installed))
     assert str(installed) in notebook.cells[0].outputs[0]["data"]["text/plain"]
-    printed = [output["text"] for output in notebook.cells[1].outputs if output["output_type"] == "stream"]
-    check_result(place, "".join(printed))
+    streams = [output["text"] for output in notebook.cells[1].outputs if output["output_type"] == "stream"]
+    assert_trained(folder, "".join(streams))

@@ -1,4 +1,4 @@
-"""What the README, the index and the prompt's path name exists: files, links, functions and configuration keys."""
+"""Files, links, functions and settings that the README and other pages name exist."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_named_files_exist() -> None:
     assert [name for name in named if not (ROOT / name).exists()] == []
 
 
-def test_the_index_names_files_that_exist_and_every_page() -> None:
+def test_the_index_names_existing_files_and_every_page() -> None:
     text = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
     named = NAMED_FILE.findall(text)
     assert len(named) > 20
@@ -41,7 +41,7 @@ def test_the_index_names_files_that_exist_and_every_page() -> None:
     assert pages - {link for link, _ in LINK.findall(text)} == set()
 
 
-def test_newcomers_read_twelve_short_files_that_import_nothing_private() -> None:
+def test_the_reading_order_has_twelve_short_files_without_private_imports() -> None:
     text = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
     order = re.findall(r"^\d+\. `(src/\S+\.py)`", text, re.MULTILINE)
     assert len(order) == len(set(order)) == 12
@@ -53,10 +53,10 @@ def test_newcomers_read_twelve_short_files_that_import_nothing_private() -> None
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_have_targets(page: Path) -> None:
     text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     assert [link for link, _ in LINK.findall(text) if not (page.parent / link).exists()] == []
-    for link, anchor in [*LINK.findall(text), *(("", found) for found in re.findall(r"\]\((#[\w-]+)\)", text))]:
+    for link, anchor in [*LINK.findall(text), *(("", local) for local in re.findall(r"\]\((#[\w-]+)\)", text))]:
         if anchor:
             target = page.parent / link if link else page
             assert anchor in anchors(target), f"{link}{anchor}"
@@ -69,15 +69,15 @@ def test_the_configuration_in_the_readme_loads(tmp_path: Path) -> None:
     assert load_config(path).algorithm.name == "grpo"
 
 
-def test_the_path_of_a_prompt_names_functions_that_exist() -> None:
+def test_the_path_of_a_prompt_names_existing_functions() -> None:
     text = (ROOT / "docs" / "prompt_path.md").read_text(encoding="utf-8")
-    found = NAMED_FUNCTION.findall(text)
-    assert len(found) > 20
-    named = [(file, name) for file, *names in found for name in names if name]
+    matches = NAMED_FUNCTION.findall(text)
+    assert len(matches) > 20
+    named = [(file, name) for file, *names in matches for name in names if name]
     assert [(file, name) for file, name in named if name not in definitions(SOURCE / file)] == []
 
 
-def test_the_readme_begins_with_a_clone_and_targets_that_exist() -> None:
+def test_the_readme_begins_with_a_clone_and_existing_targets() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     clone, *targets = runpy.run_path(str(ROOT / "tools" / "try_readme.py"))["commands_of"](readme)[:4]
     assert clone.startswith("git clone ")
@@ -99,18 +99,20 @@ def test_the_program_in_the_readme_is_the_example() -> None:
     assert (ROOT / "examples" / "shout.py").read_text(encoding="utf-8").endswith(program)
 
 
-def test_pages_agree_with_the_metadata_on_versions_of_python() -> None:
+def test_pages_and_metadata_name_the_same_python_versions() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    tried = re.findall(r"^\| (3\.\d+) \|", (ROOT / "docs" / "install.md").read_text(encoding="utf-8"), re.MULTILINE)
+    tested_versions = re.findall(
+        r"^\| (3\.\d+) \|", (ROOT / "docs" / "install.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
     classifiers = [entry.rpartition(" ")[2] for entry in project["classifiers"] if ":: Python :: 3." in entry]
-    assert sorted(set(tried)) == classifiers
+    assert sorted(set(tested_versions)) == classifiers
     last = int(classifiers[-1].partition(".")[2])
     assert project["requires-python"] == f">={classifiers[0]},<3.{last + 1}"
     for page in ("README.md", "CONTRIBUTING.md", "docs/install.md"):
         assert f"Python {classifiers[0]} to {classifiers[-1]}" in (ROOT / page).read_text(encoding="utf-8")
 
 
-def test_the_changelog_has_the_kinds_of_changes_that_its_format_knows() -> None:
+def test_the_changelog_follows_its_format() -> None:
     text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     versions = re.findall(r"^## (.*)$", text, re.MULTILINE)
     assert versions[0] == "[Unreleased]"
@@ -122,17 +124,17 @@ def test_the_changelog_has_the_kinds_of_changes_that_its_format_knows() -> None:
 
 
 def anchors(page: Path) -> set[str]:
-    """The anchors that GitHub makes of a page's headings."""
+    """The anchors of a page's headings on GitHub."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     return {"#" + re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def definitions(file: Path) -> set[str]:
     """The functions and classes of a file, methods as `Class.method`."""
-    found = set()
+    names = set()
     for node in ast.parse(file.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            found.add(node.name)
+            names.add(node.name)
         if isinstance(node, ast.ClassDef):
-            found |= {f"{node.name}.{inner.name}" for inner in node.body if isinstance(inner, ast.FunctionDef)}
-    return found
+            names |= {f"{node.name}.{inner.name}" for inner in node.body if isinstance(inner, ast.FunctionDef)}
+    return names

@@ -1,4 +1,4 @@
-"""Combinations that are refused: each rule has a name, a line in the documentation and a test."""
+"""Rules against contradictory settings: each has a name, and those about memory are documented and tested."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "rollgraph"
-ABOUT_MEMORY = ("adapter.", "optimizer.offload", "optimizer.state", "memory", "model.checkpointing", "train.")
+MEMORY_KEYS = ("adapter.", "optimizer.offload", "optimizer.state", "memory", "model.checkpointing", "train.")
 
 
 def named_rules() -> Iterator[tuple[str, str]]:
-    """Every rule in the source with the key that it is about."""
+    """Every rule in the source, with its key."""
     for node in ast.walk(ast.parse((SOURCE / "config" / "rules.py").read_text(encoding="utf-8"))):
         if isinstance(node, ast.Yield) and isinstance(node.value, ast.Tuple) and len(node.value.elts) == 3:
             rule, key, _ = node.value.elts
@@ -33,18 +33,18 @@ def named_rules() -> Iterator[tuple[str, str]]:
                 yield name, keys[0] if keys else ""
 
 
-def listed_rules() -> set[str]:
+def documented_rules() -> set[str]:
     page = (ROOT / "docs" / "memory.md").read_text(encoding="utf-8")
     return set(re.findall(r"^\| `(\w+)` \| ", page.partition("## What is refused")[2], re.MULTILINE))
 
 
-def test_every_rule_of_the_page_about_memory_has_a_test() -> None:
+def test_every_documented_rule_about_memory_has_a_test() -> None:
     tests = [path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py") if path != Path(__file__)]
-    assert {rule for rule in listed_rules() if not any(re.search(rf"\b{rule}\b", text) for text in tests)} == set()
+    assert {rule for rule in documented_rules() if not any(re.search(rf"\b{rule}\b", text) for text in tests)} == set()
 
 
-def test_the_page_about_memory_has_all_rules_about_memory() -> None:
+def test_every_rule_about_memory_is_documented() -> None:
     known = dict(named_rules())
-    assert listed_rules() <= known.keys()
-    assert {rule for rule, key in known.items() if key.startswith(ABOUT_MEMORY)} <= listed_rules()
-    assert {"memory_fits", "offload_from_a_device"} <= listed_rules()
+    assert documented_rules() <= known.keys()
+    assert {rule for rule, key in known.items() if key.startswith(MEMORY_KEYS)} <= documented_rules()
+    assert {"memory_fits", "offload_from_a_device"} <= documented_rules()

@@ -1,6 +1,6 @@
-"""`rollgraph train` with two ranks on one GPU: it captures, replays and survives a kill, and has to be asked for.
+"""`rollgraph train` with two ranks on one GPU, if configured: graphs replay, and a run survives a kill.
 
-The first test runs on a CPU as well, where gloo needs no copies.
+The first test also runs on a CPU, where gloo needs no copies through host memory.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def write_config(folder: Path, name: str, *overrides: str) -> Path:
 
 
 def environment(folder: Path, **variables: Any) -> dict[str, str]:
-    """Ranks of all runs multiply in the ways that the first one found."""
+    """Share a cache folder, so that all runs use the GEMM algorithms that the first one chose."""
     return {**os.environ, "ROLLGRAPH_CACHE": str(folder), **{name: str(value) for name, value in variables.items()}}
 
 
@@ -53,7 +53,7 @@ def torchrun(folder: Path, name: str, *overrides: str) -> subprocess.CompletedPr
 
 
 def kill_one_rank(folder: Path, name: str, *overrides: str) -> None:
-    """Start both ranks, kill one after its second step, and check that the other ends because of that."""
+    """Start both ranks, kill one after its second step, and check that the other ends for this reason."""
     path = write_config(folder, name, *overrides)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     variables = {"WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port}
@@ -73,9 +73,9 @@ def kill_one_rank(folder: Path, name: str, *overrides: str) -> None:
             time.sleep(0.005)
         ranks[1].kill()
         code = ranks[0].wait(PATIENCE)
-        said = (folder / f"{name}.rank0.log").read_text()
-        assert code in (ExitCode.RANK_LOST, ExitCode.FINISHED), said  # it may have been at its end
-        assert code == ExitCode.FINISHED or "rank 1" in said, said
+        output = (folder / f"{name}.rank0.log").read_text()
+        assert code in (ExitCode.RANK_LOST, ExitCode.FINISHED), output  # it may have been at its end already
+        assert code == ExitCode.FINISHED or "rank 1" in output, output
     finally:
         for rank in ranks:
             rank.kill()
@@ -87,8 +87,8 @@ def kill_one_rank(folder: Path, name: str, *overrides: str) -> None:
 )
 def test_a_run_of_two_ranks_on_one_device_survives_a_kill(folder: Path, device: str) -> None:
     dtype = f"model.dtype={'float32' if device == 'cpu' else 'bfloat16'}"
-    done = torchrun(folder, "undisturbed", dtype)
-    assert done.returncode == 0, done.stdout + done.stderr
+    completed = torchrun(folder, "undisturbed", dtype)
+    assert completed.returncode == 0, completed.stdout + completed.stderr
     report = json.loads((folder / "undisturbed" / "graphs.json").read_text())
     assert {graph["backend"] for graph in report["graphs"]} == {"tape" if device == "cpu" else "cuda"}
     assert all(graph["captures"] == 1 and not graph["eager_runs"] for graph in report["graphs"])
@@ -96,30 +96,30 @@ def test_a_run_of_two_ranks_on_one_device_survives_a_kill(folder: Path, device: 
         assert entry["policy/token_mult_prob_error_max"] == 1.0
 
     kill_one_rank(folder, "killed", dtype)
-    done = torchrun(folder, "killed", dtype)
-    assert done.returncode == 0, done.stdout + done.stderr
-    both = [metrics_of(folder / name) for name in ("undisturbed", "killed")]
-    for one, other in zip(*both, strict=True):
+    completed = torchrun(folder, "killed", dtype)
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+    metrics = [metrics_of(folder / name) for name in ("undisturbed", "killed")]
+    for first, second in zip(*metrics, strict=True):
         for name in ("step", "reward", "loss", "optimizer/grad_norm", "policy/kl"):
-            assert one[name] == other[name], (name, one["step"])
+            assert first[name] == second[name], (name, first["step"])
     assert_same_weights(folder / "undisturbed", folder / "killed", step=4)
     ours, theirs = (weights_of(folder / name, 4, rank=1) for name in ("undisturbed", "killed"))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
 @pytest.mark.gpu
-def test_ranks_share_a_gpu_only_if_asked_to(folder: Path) -> None:
+def test_ranks_share_a_gpu_only_with_gloo(folder: Path) -> None:
     if torch.cuda.device_count() > 1:
         pytest.skip("two ranks have a GPU each here")
-    done = torchrun(folder, "refused", "ranks.backend=auto")
-    assert done.returncode != 0
-    assert "set ranks.backend: gloo" in done.stdout + done.stderr
+    completed = torchrun(folder, "refused", "ranks.backend=auto")
+    assert completed.returncode != 0
+    assert "set ranks.backend: gloo" in completed.stdout + completed.stderr
 
 
 @pytest.mark.gpu
-def test_divided_layers_on_one_gpu_run_without_graphs(folder: Path) -> None:
-    divided = ("shard=optimizer", "tensor_parallel=2", "steps=2", "graph={impl: none, exact: must}")
-    done = torchrun(folder, "eager", *divided)
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_tensor_parallel_on_one_gpu_runs_without_graphs(folder: Path) -> None:
+    options = ("shard=optimizer", "tensor_parallel=2", "steps=2", "graph={impl: none, exact: must}")
+    completed = torchrun(folder, "eager", *options)
+    assert completed.returncode == 0, completed.stdout + completed.stderr
     for entry in metrics_of(folder / "eager"):
         assert entry["policy/token_mult_prob_error_max"] == 1.0

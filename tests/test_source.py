@@ -1,4 +1,4 @@
-"""Rules of the source: sizes, unique class names, and exceptions whose text nobody reads."""
+"""Rules for the source: sizes of files, unique class names, and no parsing of exception messages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 SOURCE = Path(__file__).parents[1] / "src" / "rollgraph"
 FILES = sorted(SOURCE.rglob("*.py"))
 SEARCHES = {"search", "match", "fullmatch", "findall", "finditer", "sub", "split"}
-TESTS_OF_TEXT = {"startswith", "endswith", "replace", "removeprefix", "removesuffix", "find", "index", "count"}
+TEXT_METHODS = {"startswith", "endswith", "replace", "removeprefix", "removesuffix", "find", "index", "count"}
 
 
 def parse(path: Path) -> ast.Module:
@@ -23,7 +23,7 @@ def test_the_top_level_has_few_files() -> None:
     assert len(list(SOURCE.glob("*.py"))) <= 8
 
 
-def test_files_are_of_a_size_to_read() -> None:
+def test_files_are_of_readable_size() -> None:
     lengths = sorted(len(path.read_text(encoding="utf-8").splitlines()) for path in FILES)
     assert 150 < lengths[len(lengths) // 2] < 250
     assert lengths[-1] < 600
@@ -35,7 +35,7 @@ def test_every_class_name_occurs_once() -> None:
 
 
 def parsed_messages(tree: ast.AST) -> Iterator[int]:
-    """Lines that look into the text of a caught exception. Passing it on, or its first line, is not looking."""
+    """Lines that examine the text of a caught exception. Passing on the text, or its first line, is allowed."""
     for handler in ast.walk(tree):
         if not isinstance(handler, ast.ExceptHandler) or handler.name is None:
             continue
@@ -51,7 +51,7 @@ def parsed_messages(tree: ast.AST) -> Iterator[int]:
             )
             if searched and any(is_text_of(argument, handler.name) for argument in node.args):
                 yield node.lineno
-            if node.func.attr in TESTS_OF_TEXT and is_text_of(node.func.value, handler.name):
+            if node.func.attr in TEXT_METHODS and is_text_of(node.func.value, handler.name):
                 yield node.lineno
 
 
@@ -65,8 +65,8 @@ def is_text_of(node: ast.AST, name: str) -> bool:
 
 
 def test_no_message_is_parsed() -> None:
-    found = [f"{path.relative_to(SOURCE)}:{line}" for path in FILES for line in parsed_messages(parse(path))]
-    assert found == []
+    parsed = [f"{path.relative_to(SOURCE)}:{line}" for path in FILES for line in parsed_messages(parse(path))]
+    assert parsed == []
 
 
 @pytest.mark.parametrize(
@@ -79,10 +79,10 @@ def test_no_message_is_parsed() -> None:
         "re.sub('a', 'b', str(e))",
     ],
 )
-def test_a_message_that_is_parsed_is_found(code: str) -> None:
+def test_the_checker_finds_parsed_messages(code: str) -> None:
     assert list(parsed_messages(ast.parse(f"try:\n    f()\nexcept E as e:\n    g({code})"))) == [4]
 
 
-def test_a_message_that_is_passed_on_is_fine() -> None:
+def test_the_checker_allows_messages_to_be_passed_on() -> None:
     code = "try:\n    f()\nexcept E as e:\n    raise V(f'{e}', str(e), str(e).partition('x')[0]) from e"
     assert list(parsed_messages(ast.parse(code))) == []

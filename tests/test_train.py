@@ -45,11 +45,11 @@ from tests.parallel.worlds import run_world
 
 
 def slow(value: str) -> Any:
-    """Mark a test parameter as slow, so that only `make test-all` runs it."""
+    """A test parameter that only `make test-all` runs."""
     return pytest.param(value, marks=pytest.mark.slow)
 
 
-TIMES = "speed/"  # prefix of the metrics that differ even between identical runs
+TIMING_PREFIX = "speed/"  # of metrics that differ even between identical runs
 
 SMALL = """
 steps: 4
@@ -93,39 +93,39 @@ def folder(tmp_path: Path) -> Path:
 
 
 def config_of(folder: Path, *overrides: str, text: str = SMALL) -> Config:
-    given = [f"output={folder / 'run'}", f"data.train={folder / 'train.jsonl'}"]
-    given += [f"data.validation={folder / 'held_out.jsonl'}"]
-    return parse_config(text.replace("REWARD", f"{folder / 'rewards.py'}:even"), [*given, *overrides])
+    paths = [f"output={folder / 'run'}", f"data.train={folder / 'train.jsonl'}"]
+    paths += [f"data.validation={folder / 'held_out.jsonl'}"]
+    return parse_config(text.replace("REWARD", f"{folder / 'rewards.py'}:even"), [*paths, *overrides])
 
 
 def eager_config(folder: Path, *overrides: str) -> Config:
-    """Configure a run without graphs, for tests of what surrounds them: captures take most of a short run's time."""
+    """Configure a run without graphs, because captures take most of a short run's time."""
     return config_of(folder, "graph.impl=none", *overrides)
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:
-    """Return the rows of `metrics.jsonl` without what was timed."""
+    """Return the rows of `metrics.jsonl` without timings."""
     lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [{k: v for k, v in json.loads(line).items() if not k.startswith(TIMES)} for line in lines]
+    return [{k: v for k, v in json.loads(line).items() if not k.startswith(TIMING_PREFIX)} for line in lines]
 
 
 def metrics_of(folder: Path) -> list[dict[str, Any]]:
-    """Return the rows of the steps, without that of the validation before the first one."""
+    """Return the rows of the steps, without the validation before the first one."""
     return [row for row in rows_of(folder) if row["step"] >= 0]
 
 
 def weights_of(folder: Path, step: int, rank: int = 0) -> dict[str, torch.Tensor]:
-    """Return everything that a rank saved in a checkpoint: weights and optimizer moments."""
+    """Return the tensors that a rank saved in a checkpoint: weights and optimizer moments."""
     return load_file(folder / "checkpoints" / f"step_{step:08}" / f"rank{rank}.safetensors")
 
 
-def assert_same_run(one: Path, other: Path, step: int) -> None:
-    assert rows_of(one) == rows_of(other)
-    assert_same_weights(one, other, step)
+def assert_same_run(first: Path, second: Path, step: int) -> None:
+    assert rows_of(first) == rows_of(second)
+    assert_same_weights(first, second, step)
 
 
-def assert_same_weights(one: Path, other: Path, step: int) -> None:
-    ours, theirs = weights_of(one, step), weights_of(other, step)
+def assert_same_weights(first: Path, second: Path, step: int) -> None:
+    ours, theirs = weights_of(first, step), weights_of(second, step)
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
@@ -133,13 +133,13 @@ def assert_same_weights(one: Path, other: Path, step: int) -> None:
 ONE = World(0, 1, "cpu")
 
 
-def test_a_run_writes_everything_and_captures_nothing_after_warm_up(folder: Path) -> None:
+def test_a_run_writes_its_files_and_captures_each_graph_once(folder: Path) -> None:
     run = train(config_of(folder, "checkpoint.export_at_end=true", "algorithm.minibatches=1"), ONE)
     out = folder / "run"
     values = metrics_of(out)
     assert [entry["step"] for entry in values] == [0, 1, 2, 3]
-    assert values[0]["policy/kl"] == 0.0  # no update has been made yet
-    for entry in values:  # generation and training agree, bit for bit, before and after updates
+    assert values[0]["policy/kl"] == 0.0  # before the first update
+    for entry in values:  # generation and training agree bit for bit, before and after updates
         assert entry["policy/token_mult_prob_error"] == 1.0
         assert entry["policy/token_mult_prob_error_max"] == 1.0
     assert values[2]["policy/kl"] > 0
@@ -153,7 +153,7 @@ def test_a_run_writes_everything_and_captures_nothing_after_warm_up(folder: Path
     assert not run.policy.sharded.hooks.modules
 
 
-OWN = """
+CUSTOM = """
 from pathlib import Path
 from rollgraph.rl.algorithms.grpo import GRPO
 from rollgraph.rl.environment import SingleTurn
@@ -167,67 +167,67 @@ def mine(completions, **columns):
 class Single(SingleTurn):
     version = VERSION
 
-class Own(GRPO):
+class Custom(GRPO):
     version = VERSION
 """
 
 
 def test_a_second_run_in_one_process_sees_edited_files(folder: Path) -> None:
-    own = folder / "own.py"
-    given = [
-        f"reward.functions=[{{name: '{own}:mine'}}]",
-        f"rollout.environment={{name: '{own}:Single'}}",
-        f"algorithm={{name: '{own}:Own'}}",
+    module_path = folder / "own.py"
+    options = [
+        f"reward.functions=[{{name: '{module_path}:mine'}}]",
+        f"rollout.environment={{name: '{module_path}:Single'}}",
+        f"algorithm={{name: '{module_path}:Custom'}}",
     ]
     for version in (1, 2):
-        own.write_text(OWN.replace("VERSION", str(version)))
+        module_path.write_text(CUSTOM.replace("VERSION", str(version)))
         out = folder / f"run{version}"
-        run = train(eager_config(folder, "steps=1", "data.validation=null", f"output={out}", *given), ONE)
+        run = train(eager_config(folder, "steps=1", "data.validation=null", f"output={out}", *options), ONE)
         assert run is not None
         assert metrics_of(out)[0]["reward"] == version + 0.5
         assert run.inputs.environment.version == version
         assert run.inputs.algorithm.version == version
-    assert (folder / "runs.txt").read_text().split("\n") == ["run 1", "run 2", ""]  # once for each version
+    assert (folder / "runs.txt").read_text().split("\n") == ["run 1", "run 2", ""]  # imported once for each version
 
 
-def test_a_finished_run_is_left_as_it_is(
+def test_a_finished_run_is_not_changed(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     train(eager_config(folder, "checkpoint.export_at_end=true", "steps=2"), ONE)
     before = {path: path.stat().st_mtime_ns for path in (folder / "run").rglob("*") if path.is_file()}
-    with monkeypatch.context() as without:
-        without.setattr("rollgraph.run.setup.make_model", lambda *arguments: pytest.fail("a model was made"))
+    with monkeypatch.context() as patch:
+        patch.setattr("rollgraph.run.setup.make_model", lambda *arguments: pytest.fail("a model was made"))
         train(eager_config(folder, "checkpoint.export_at_end=true", "steps=2", "log.progress=plain"), ONE)
         with pytest.raises(ChangedConfig, match="seed: 0 → 5"):
             train(eager_config(folder, "checkpoint.export_at_end=true", "steps=2", "seed=5"), ONE)
         train(eager_config(folder, "checkpoint.export_at_end=true", "steps=1", "log.progress=plain"), ONE)
-    told = capsys.readouterr().out
+    output = capsys.readouterr().out
     for steps in (1, 2):
-        assert f"steps: {steps}, and {folder / 'run'} has taken 2 already; nothing to do. Raise `steps`" in told
-    assert "resumed after" not in told
+        assert f"steps: {steps}, and {folder / 'run'} has taken 2 already; nothing to do. Raise `steps`" in output
+    assert "resumed after" not in output
     assert {path: path.stat().st_mtime_ns for path in (folder / "run").rglob("*") if path.is_file()} == before
     train(eager_config(folder, "checkpoint.export_at_end=true", "steps=3"), ONE)  # more steps resume the run
     assert metrics_of(folder / "run")[-1]["step"] == 2
 
 
 def test_a_run_killed_before_its_export_is_not_finished(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The folder does hold an exported model, but from a run of fewer steps."""
+    """The folder has an exported model, but of fewer steps."""
     model = folder / "run" / "model" / "model.safetensors"
     train(eager_config(folder, "checkpoint.export_at_end=true", "steps=2"), ONE)
-    of_two = model.read_bytes()
+    short_export = model.read_bytes()
     longer = eager_config(folder, "checkpoint.export_at_end=true", "steps=3")
-    with monkeypatch.context() as killed:
-        killed.setattr("rollgraph.train.finish_run", lambda *arguments: 1 / 0)
+    with monkeypatch.context() as patch:
+        patch.setattr("rollgraph.train.finish_run", lambda *arguments: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             train(longer, ONE)
-    assert model.read_bytes() == of_two
+    assert model.read_bytes() == short_export
     train(longer, ONE)
-    assert model.read_bytes() != of_two
+    assert model.read_bytes() != short_export
 
 
 @pytest.mark.parametrize("sampling", ["rollout.top_p=0.6", slow("rollout.top_k=5"), slow("rollout.min_p=0.2")])
-def test_filtered_rollouts_are_trained_with_the_policys_own_log_probabilities(folder: Path, sampling: str) -> None:
-    """The sampler normalizes over the filtered tokens: its values would give ratios far from 1 before any update."""
+def test_filtered_rollouts_use_log_probabilities_of_the_policy(folder: Path, sampling: str) -> None:
+    """The sampler normalizes over filtered tokens. With its values, ratios would be far from 1 before any update."""
     train(eager_config(folder, sampling, "steps=2", "optimizer.lr=0"), ONE)
     for entry in metrics_of(folder / "run"):
         assert entry["policy/ratio"] == pytest.approx(1.0, abs=1e-5)
@@ -235,7 +235,7 @@ def test_filtered_rollouts_are_trained_with_the_policys_own_log_probabilities(fo
 
 
 @pytest.mark.parametrize(
-    ("several", "exact", "scored"),
+    ("updates", "exact", "is_scored"),
     [
         ("minibatches=1", "off", False),
         ("minibatches=2", "off", True),
@@ -243,37 +243,37 @@ def test_filtered_rollouts_are_trained_with_the_policys_own_log_probabilities(fo
         ("epochs=2", "must", False),
     ],
 )
-def test_old_log_probabilities_are_scored_where_several_updates_follow_and_rollouts_do_not_agree(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, several: str, exact: str, scored: bool
+def test_old_log_probabilities_are_scored_for_several_inexact_updates(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, updates: str, exact: str, is_scored: bool
 ) -> None:
     slots: list[str] = []
-    plain = PolicyWorker.logprobs
+    original = PolicyWorker.logprobs
 
     def logprobs(worker: PolicyWorker, samples: Any, weights: str = "policy") -> list[list[float]]:
         slots.append(weights)
-        return plain(worker, samples, weights)
+        return original(worker, samples, weights)
 
     monkeypatch.setattr(PolicyWorker, "logprobs", logprobs)
-    options = ["steps=1", "algorithm.minibatches=1", f"algorithm.{several}", f"graph.exact={exact}"]
-    options.append("log.samples_every=0")  # what is logged is scored once more
+    options = ["steps=1", "algorithm.minibatches=1", f"algorithm.{updates}", f"graph.exact={exact}"]
+    options.append("log.samples_every=0")  # logged samples would be scored, too
     train(eager_config(folder, *options), ONE)
-    assert ("policy" in slots) == scored
+    assert ("policy" in slots) == is_scored
 
 
-def test_a_difference_between_rollout_and_training_is_told(
+def test_a_difference_of_rollouts_and_training_is_reported(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The sampler's log-probabilities are falsified: the run says so once, and with `must` it stops."""
-    plain = TurnGenerator.__call__
+    """The sampler's log-probabilities are falsified. The run reports it once, and with `must` it stops."""
+    original = TurnGenerator.__call__
 
     def generate(generator: TurnGenerator, requests: list[Request]) -> list[Turn]:
-        turns = plain(generator, requests)
+        turns = original(generator, requests)
         return [replace(turn, logprobs=[value - 1e-3 for value in turn.logprobs]) for turn in turns]
 
     monkeypatch.setattr(TurnGenerator, "__call__", generate)
     train(eager_config(folder, "steps=2", "data.validation=null", "log.progress=plain"), ONE)
-    said = [line for line in capsys.readouterr().out.splitlines() if "disagree" in line]
-    assert said == [
+    reports = [line for line in capsys.readouterr().out.splitlines() if "disagree" in line]
+    assert reports == [
         "step 0: generation and training disagree about a log-probability by 0.001, although all matmuls agree"
     ]
     with pytest.raises(RuntimeError, match="disagree about a log-probability by"):
@@ -281,7 +281,7 @@ def test_a_difference_between_rollout_and_training_is_told(
 
 
 def test_samples_are_written_with_their_own_advantages(folder: Path) -> None:
-    """Within a group, a higher reward means a higher advantage, whichever minibatch the sample is in."""
+    """Within a group, a higher reward means a higher advantage, in any minibatch."""
     train(eager_config(folder, "log.samples_every=1", "algorithm.minibatches=4"), ONE)
     lines = [json.loads(line) for line in (folder / "run" / "samples.jsonl").read_text().splitlines()]
     groups: dict[tuple[int, str], list[tuple[float, float]]] = {}
@@ -293,8 +293,8 @@ def test_samples_are_written_with_their_own_advantages(folder: Path) -> None:
     assert any(len({reward for reward, _ in group}) > 1 for group in groups.values())
 
 
-def test_samples_are_written_with_values_of_their_tokens(folder: Path) -> None:
-    """They are scored again for it, which changes nothing of what is learned."""
+def test_samples_are_written_with_values_of_tokens(folder: Path) -> None:
+    """They are scored again for the log, which does not change training."""
     train(eager_config(folder, "log.samples_every=1", "steps=2"), ONE)
     lines = [json.loads(line) for line in (folder / "run" / "samples.jsonl").read_text().splitlines()]
     trained = [line for line in lines if line["split"] == "train"]
@@ -318,8 +318,8 @@ def test_samples_are_written_with_values_of_their_tokens(folder: Path) -> None:
     assert_same_run(folder / "run", folder / "silent", step=1)
 
 
-def test_the_time_of_the_first_step_is_its_own(folder: Path) -> None:
-    """Validation runs before the first step, and its time does not count as part of that step."""
+def test_the_time_of_the_first_step_excludes_validation(folder: Path) -> None:
+    """It excludes the validation before it."""
     train(eager_config(folder, "steps=2", "validation.every=100"), ONE)
     _, *lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     assert lines[0]["speed/seconds/generate"] > 0
@@ -327,7 +327,7 @@ def test_the_time_of_the_first_step_is_its_own(folder: Path) -> None:
     assert "speed/seconds/validate" in lines[1]  # validation also follows the last step
 
 
-def test_speed_by_phase_and_memory(folder: Path) -> None:
+def test_metrics_have_speed_by_phase_and_memory(folder: Path) -> None:
     train(eager_config(folder, "steps=1", "data.validation=null", "algorithm.options={kl_coef: 0.05}"), ONE)
     (line,) = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     sampled = 16 * line["length/mean"]
@@ -338,13 +338,13 @@ def test_speed_by_phase_and_memory(folder: Path) -> None:
 
 
 def test_dropped_groups_are_in_the_metrics(folder: Path) -> None:
-    """Two of every three groups have equal rewards, so dapo drops them; the mean reward of the others is 0.5."""
+    """Two of three groups have equal rewards, so dapo drops them. The mean reward of the others is 0.5."""
     (folder / "rewards.py").write_text(
         "def even(prompts, completions, **columns):\n"
         "    return [float(int(p[:2]) % 3 == 0 and i % 2) for i, p in enumerate(prompts)]\n"
     )
-    given = ["algorithm.name=dapo", "data.shuffle=false", "data.validation=null", "data.prompts_per_step=3"]
-    train(eager_config(folder, *given, "steps=2"), ONE)
+    options = ["algorithm.name=dapo", "data.shuffle=false", "data.validation=null", "data.prompts_per_step=3"]
+    train(eager_config(folder, *options, "steps=2"), ONE)
     for values in metrics_of(folder / "run"):
         assert (values["groups/rounds"], values["groups/dropped"]) == (3, 6)
         assert values["reward"] == 0.5
@@ -367,13 +367,13 @@ def test_the_number_of_threads_is_restored(folder: Path, monkeypatch: pytest.Mon
         torch.set_num_threads(before)
 
 
-def test_graphs_and_eager_are_the_same_run(folder: Path) -> None:
+def test_graphs_and_eager_give_the_same_run(folder: Path) -> None:
     train(config_of(folder), ONE)
     train(config_of(folder, "graph.impl=none", f"output={folder / 'eager'}"), ONE)
     assert_same_run(folder / "run", folder / "eager", step=3)
 
 
-def test_a_report_that_contradicts_the_configuration_ends_the_run(folder: Path) -> None:
+def test_a_graph_report_against_the_configuration_ends_the_run(folder: Path) -> None:
     run = make_run(config_of(folder), ONE)
     try:
         run.policy.generate([([1, 2, 3], 0)], seed="x")
@@ -386,10 +386,8 @@ def test_a_report_that_contradicts_the_configuration_ends_the_run(folder: Path) 
         run.close()
 
 
-def test_validation_before_the_first_step_begins_the_validation_curve(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A run that was killed in its first step and starts over has one baseline."""
+def test_the_validation_curve_starts_before_the_first_step(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run that was killed in its first step, and starts over, has one baseline."""
     config = eager_config(folder, "validation.every=1", "log.progress=plain", "steps=2")
     (folder / "run").mkdir()
     (folder / "run" / "metrics.jsonl").write_text('{"step": -1, "validation/reward": 7}\n{"step": 0}\n')
@@ -399,13 +397,13 @@ def test_validation_before_the_first_step_begins_the_validation_curve(
     assert baseline.keys() == {"step"} | {name for name in steps[0] if name.startswith("validation/")}
     reward = baseline["validation/reward"]
     assert f"before the first step: validation/reward {reward:.3f}, " in capsys.readouterr().out
-    assert reward != steps[0]["validation/reward"]  # this one is measured after the step
+    assert reward != steps[0]["validation/reward"]  # measured after the step
     train(replace(config, steps=3), ONE)
     assert rows_of(folder / "run")[:3] == [baseline, *steps]
 
 
-def test_validation_counts_what_is_right_whatever_the_weights_and_shows_each_function(folder: Path) -> None:
-    """The weights 0.7 + 0.2 + 0.1 add up to less than 1 in floating point."""
+def test_accuracy_does_not_depend_on_weights_of_rewards(folder: Path) -> None:
+    """The weights 0.7, 0.2 and 0.1 add up to less than 1 in floating point."""
     (folder / "parts.py").write_text(
         "def ones(completions, **columns):\n"
         "    return [1.0] * len(completions)\n"
@@ -414,21 +412,21 @@ def test_validation_counts_what_is_right_whatever_the_weights_and_shows_each_fun
     )
     weights, ones = {"a": 0.7, "b": 0.2, "c": 0.1}, f"{folder / 'parts.py'}:ones"
     functions = [f"{{name: '{ones}', label: {label}, weight: {weight}}}" for label, weight in weights.items()]
-    given = ["steps=1", "validation.samples=2", f"reward.functions=[{', '.join(functions)}]"]
-    train(eager_config(folder, *given, f"output={folder / 'all'}"), ONE)
+    options = ["steps=1", "validation.samples=2", f"reward.functions=[{', '.join(functions)}]"]
+    train(eager_config(folder, *options, f"output={folder / 'all'}"), ONE)
     (values,) = metrics_of(folder / "all")
     assert (values["validation/accuracy"], values["validation/pass@2"], values["validation/rewards/b"]) == (1, 1, 1)
-    given[-1] = (
+    options[-1] = (
         f"reward.functions=[{{name: '{ones}', weight: 0.5}}, {{name: '{folder / 'parts.py'}:some', weight: 0.5}}]"
     )
-    train(eager_config(folder, *given), ONE)
+    train(eager_config(folder, *options), ONE)
     (values,) = metrics_of(folder / "run")
     assert (values["validation/rewards/ones"], values["validation/rewards/some"]) == (1, 4 / 7)  # one prompt gets None
-    # Of 8 prompts, 4 are right, and the one with None is right because the other function says so.
+    # Of 8 prompts, 4 are right by both functions, and the one with None by the other function.
     assert (values["validation/accuracy"], values["validation/pass@2"]) == (5 / 8, 5 / 8)
 
 
-def test_a_perfect_model_is_accurate_with_any_weight(folder: Path) -> None:
+def test_a_perfect_model_has_accuracy_1_with_any_weight(folder: Path) -> None:
     (folder / "ones.py").write_text("def ones(completions, **columns):\n    return [1.0] * len(completions)\n")
     reward = f"reward.functions=[{{name: '{folder / 'ones.py'}:ones', weight: 0.9}}]"
     train(eager_config(folder, "steps=1", "validation.samples=2", reward), ONE)
@@ -438,8 +436,8 @@ def test_a_perfect_model_is_accurate_with_any_weight(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["dapo", slow("gspo"), slow("rloo")])
-def test_a_run_in_two_halves_is_the_same_run(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SIGTERM ends the first half in the middle of its second step."""
+def test_a_resumed_run_is_the_same_run(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGTERM ends the first half in its second step."""
     options = [f"algorithm.name={name}", "algorithm.options={kl_coef: 0.05}", "validation.every=100"]
     halves = config_of(folder, *options, f"output={folder / 'halves'}")
     monkeypatch.setenv("STOP_AT", "2")
@@ -467,26 +465,26 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
-def test_a_run_does_not_start_over_broken_checkpoints(folder: Path) -> None:
+def test_a_run_with_only_broken_checkpoints_is_refused(folder: Path) -> None:
     options = ["checkpoint.every=1", "data.validation=null"]
     train(eager_config(folder, *options, "steps=2"), ONE)
-    places = sorted((folder / "run" / "checkpoints").glob("step_*"))
-    assert len(places) == 2
+    checkpoints = sorted((folder / "run" / "checkpoints").glob("step_*"))
+    assert len(checkpoints) == 2
     for file in ("rank0.safetensors", "manifest.json"):
-        for place in places:
-            flip(place / file)
+        for checkpoint in checkpoints:
+            flip(checkpoint / file)
         before = {path: path.read_bytes() for path in (folder / "run").rglob("*") if path.is_file()}
         for resume in ("auto", "must", "never"):
-            with pytest.raises(CheckpointError) as found:
+            with pytest.raises(CheckpointError) as raised:
                 train(eager_config(folder, *options, f"resume={resume}"), ONE)
             if resume == "never":
-                assert "has checkpoints: choose another output" in str(found.value)
+                assert "has checkpoints: choose another output" in str(raised.value)
             else:
-                assert "has no whole checkpoint; nothing was changed there. Choose another output" in str(found.value)
-                assert all(f"{place / file} is not" in str(found.value) for place in places)
+                assert "has no whole checkpoint; nothing was changed there. Choose another output" in str(raised.value)
+                assert all(f"{checkpoint / file} is not" in str(raised.value) for checkpoint in checkpoints)
             assert {path: path.read_bytes() for path in (folder / "run").rglob("*") if path.is_file()} == before
-        for place in places:
-            flip(place / file)
+        for checkpoint in checkpoints:
+            flip(checkpoint / file)
 
 
 @pytest.mark.parametrize("file", ["rank0.safetensors", slow("manifest.json")])
@@ -503,7 +501,7 @@ def test_falling_back_to_an_older_checkpoint_is_reported(
     assert lines[skipped + 1] == "resumed after 1 of 3 steps"
 
 
-def test_a_reference_that_is_not_what_was_written_is_refused(folder: Path) -> None:
+def test_a_changed_reference_is_refused(folder: Path) -> None:
     options = ["data.validation=null"]
     train(eager_config(folder, *options, "steps=1"), ONE)
     weights, config = (folder / "run" / "reference" / name for name in ("model.safetensors", "config.json"))
@@ -519,7 +517,7 @@ def test_a_reference_that_is_not_what_was_written_is_refused(folder: Path) -> No
         train(eager_config(folder, *options, "allow_changes=algorithm"), ONE)
 
 
-def test_a_model_folder_that_is_the_reference_must_stay_the_same(folder: Path) -> None:
+def test_a_changed_model_folder_is_refused(folder: Path) -> None:
     train(eager_config(folder, "steps=1", f"output={folder / 'tiny'}"), ONE)
     model = folder / "tiny" / "reference"
     options = [f"model={{path: {model}}}", "tokenizer.path=bytes", "data.validation=null"]
@@ -538,23 +536,23 @@ def test_a_model_folder_that_is_the_reference_must_stay_the_same(folder: Path) -
 def test_missing_checksums_of_the_reference_are_reported(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The first run saves like a version that did not record checksums yet."""
+    """The first run saves like a version without checksums."""
     options = ["data.validation=null", "log.progress=plain", "checkpoint.every=1"]
-    with monkeypatch.context() as before:
-        before.setattr("rollgraph.run.reference._record_reference_files", lambda run: [])
+    with monkeypatch.context() as patch:
+        patch.setattr("rollgraph.run.reference._record_reference_files", lambda run: [])
         train(eager_config(folder, *options, "steps=1"), ONE)
-    for steps, told in ((2, True), (3, False)):
+    for steps, is_reported in ((2, True), (3, False)):
         capsys.readouterr()
         train(eager_config(folder, *options, f"steps={steps}"), ONE)
-        assert ("has no checksums of the reference policy: " in capsys.readouterr().out) == told
+        assert ("has no checksums of the reference policy: " in capsys.readouterr().out) == is_reported
 
 
 def test_leftover_checkpoints_of_a_killed_run_are_deleted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The run was killed after it saved the newest checkpoint and before it deleted the oldest."""
+    """The run was killed between saving the newest checkpoint and deleting the oldest."""
     options = ["data.validation=null", "checkpoint.every=1"]
     train(eager_config(folder, *options, "steps=2", "checkpoint.keep_last=2"), ONE)
-    with monkeypatch.context() as killed:
-        killed.setattr("rollgraph.train.collect_rollouts", lambda *_: 1 / 0)
+    with monkeypatch.context() as patch:
+        patch.setattr("rollgraph.train.collect_rollouts", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             train(eager_config(folder, *options, "steps=3", "checkpoint.keep_last=1"), ONE)
     assert [path.name for path in (folder / "run" / "checkpoints").iterdir()] == ["step_00000001"]
@@ -563,9 +561,9 @@ def test_leftover_checkpoints_of_a_killed_run_are_deleted(folder: Path, monkeypa
 # -- exceptions that end a run ---------------------------------------------------------------------
 
 
-def fail_at(monkeypatch: pytest.MonkeyPatch, place: Any, name: str, call: int) -> None:
-    """Make the call with number `call` (counted from 1) raise."""
-    calls, original = [0], getattr(place, name)
+def fail_at(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, call: int) -> None:
+    """Make a method or function of `owner` raise at its call number `call`, counted from 1."""
+    calls, original = [0], getattr(owner, name)
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         calls[0] += 1
@@ -573,11 +571,11 @@ def fail_at(monkeypatch: pytest.MonkeyPatch, place: Any, name: str, call: int) -
             raise KeyboardInterrupt if name == "validate" else ZeroDivisionError(name)
         return original(*args, **kwargs)
 
-    monkeypatch.setattr(place, name, counted)
+    monkeypatch.setattr(owner, name, counted)
 
 
-GRAPHED_PLACES = {"the reference swap", "backward"}
-PLACES = {
+FAILURES_WITH_GRAPHS = {"the reference swap", "backward"}
+FAILURES = {
     "the reference swap": (WeightSlots, "_swap", 9),
     "backward": (TrainGraphs, "train", 4),
     "sampling": (TurnGenerator, "__call__", 5),
@@ -598,11 +596,11 @@ def sparse_config(folder: Path, *overrides: str) -> Config:
     return config_of(folder, *options, *overrides)
 
 
-def test_groups_of_an_earlier_policy_are_no_disagreement(folder: Path) -> None:
+def test_surplus_groups_are_no_disagreement(folder: Path) -> None:
     train(sparse_config(folder, "graph.exact=must", "graph.impl=none", "log.samples_every=1"), ONE)
     errors = [entry["policy/token_mult_prob_error_max"] for entry in metrics_of(folder / "run")]
     assert errors[0] == 1.0
-    assert max(errors) > 1.0  # a step has used groups that the step before had left over
+    assert max(errors) > 1.0  # a step used surplus groups of the step before
     rows = [json.loads(line) for line in (folder / "run" / "samples.jsonl").read_text().splitlines()]
     dropped = [row for row in rows if row["split"] == "dropped"]
     assert dropped
@@ -611,52 +609,52 @@ def test_groups_of_an_earlier_policy_are_no_disagreement(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run without graphs, which have its bits."""
+    """An undisturbed run without graphs. Runs with graphs have the same bits."""
     folder = write_inputs(tmp_path_factory.mktemp("undisturbed"))
     train(sparse_config(folder, "graph.impl=none"), ONE)
     return folder / "run"
 
 
-@pytest.mark.parametrize("place", [slow("the reference swap"), *list(PLACES)[1:]])
-def test_an_exception_in_a_step_costs_nothing_that_was_learned(
-    folder: Path, undisturbed: Path, place: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("failure", [slow("the reference swap"), *list(FAILURES)[1:]])
+def test_an_exception_in_a_step_loses_no_finished_step(
+    folder: Path, undisturbed: Path, failure: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Once the cause is gone, the resumed run equals an undisturbed one, even if the step had sampled a surplus."""
-    impl = "graph.impl=tape" if place in GRAPHED_PLACES else "graph.impl=none"
-    with monkeypatch.context() as broken:
-        fail_at(broken, *PLACES[place])
+    """The resumed run equals an undisturbed one, even if the failed step had sampled a surplus."""
+    impl = "graph.impl=tape" if failure in FAILURES_WITH_GRAPHS else "graph.impl=none"
+    with monkeypatch.context() as patch:
+        fail_at(patch, *FAILURES[failure])
         with pytest.raises(ZeroDivisionError):
             train(sparse_config(folder, impl), ONE)
     (saved,) = (folder / "run" / "checkpoints").glob("step_*")
-    taken = int(saved.name.removeprefix("step_")) + 1
-    assert 1 < taken < 6
-    assert f"saved after {taken} of 6 steps" in capsys.readouterr().out
+    steps_saved = int(saved.name.removeprefix("step_")) + 1
+    assert 1 < steps_saved < 6
+    assert f"saved after {steps_saved} of 6 steps" in capsys.readouterr().out
     train(sparse_config(folder, impl, "resume=must"), ONE)
     expected = metrics_of(undisturbed)
-    if place == "the metrics":  # the failed step wrote none
-        del expected[taken - 1]
+    if failure == "the metrics":  # the failed step wrote none
+        del expected[steps_saved - 1]
     assert metrics_of(folder / "run") == expected
     assert_same_weights(undisturbed, folder / "run", step=5)
 
 
 def test_ctrl_c_saves_the_last_step(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as broken:
-        fail_at(broken, sys.modules["rollgraph.train"], "validate", 3)
+    with monkeypatch.context() as patch:
+        fail_at(patch, sys.modules["rollgraph.train"], "validate", 3)
         with pytest.raises(KeyboardInterrupt):
             train(eager_config(folder, "checkpoint.every=100", "data.validation=null"), ONE)
     assert [path.name for path in (folder / "run" / "checkpoints").glob("step_*")] == ["step_00000002"]
 
 
-@pytest.mark.parametrize(("place", "call"), [((TrainGraphs, "train"), 6), ((ShardedAdamW, "update"), 3)])
+@pytest.mark.parametrize(("method", "call"), [((TrainGraphs, "train"), 6), ((ShardedAdamW, "update"), 3)])
 def test_weights_between_two_updates_are_not_saved(
     folder: Path,
-    place: tuple[Any, str],
+    method: tuple[Any, str],
     call: int,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The exception is raised between two updates of a step, or inside an update."""
-    fail_at(monkeypatch, *place, call)
+    fail_at(monkeypatch, *method, call)
     options = ["checkpoint.every=100", "data.validation=null", "log.progress=plain"]
     with pytest.raises(ZeroDivisionError):
         train(eager_config(folder, *options), ONE)
@@ -664,20 +662,20 @@ def test_weights_between_two_updates_are_not_saved(
     assert "progress since the last checkpoint is lost" in capsys.readouterr().out
 
 
-def test_a_failed_save_is_reported_and_the_next_one_tried(
+def test_a_failed_save_is_reported_and_retried_later(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = ["checkpoint.every=1", "data.validation=null", "log.progress=plain"]
-    with monkeypatch.context() as broken:
-        fail_at(broken, checkpoint_writer, "_write_tensors", 3)  # in the second save
+    with monkeypatch.context() as patch:
+        fail_at(patch, checkpoint_writer, "_write_tensors", 3)  # in the second save
         train(eager_config(folder, *options), ONE)
     assert capsys.readouterr().out.splitlines().count("_write_tensors") == 1
     assert sorted(path.name for path in (folder / "run" / "checkpoints").glob("step_*")) == [
         "step_00000002",
         "step_00000003",
     ]
-    with monkeypatch.context() as broken:
-        fail_at(broken, checkpoint_writer, "_write_tensors", 3)
+    with monkeypatch.context() as patch:
+        fail_at(patch, checkpoint_writer, "_write_tensors", 3)
         with pytest.raises(ZeroDivisionError):
             train(eager_config(folder, *options, "steps=6"), ONE)  # the failing save is the last one
 
@@ -693,7 +691,7 @@ def test_a_failed_save_is_repeated_when_an_error_ends_the_run(
     assert (folder / "run" / "checkpoints" / "step_00000001").exists()
 
 
-def test_the_best_validation_is_kept_whatever_the_intervals(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_best_checkpoint_is_kept_with_any_intervals(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rewards = iter([0.5, 0.9, 0.1, 0.2, 0.3, 0.4, 0.5])  # before the first step, then after steps 1, 3, ...
     for module in ("rollgraph.train", "rollgraph.run.begin"):
         monkeypatch.setattr(f"{module}.evaluate_policy", lambda run, seed: {"validation/reward": next(rewards)})
@@ -711,7 +709,7 @@ def test_the_best_validation_is_kept_whatever_the_intervals(folder: Path, monkey
     assert names == ["step_00000001", "step_00000011"]
 
 
-def test_prompts_that_are_too_long_are_left_out_once_and_for_all(folder: Path) -> None:
+def test_prompts_that_are_too_long_are_dropped_once(folder: Path) -> None:
     rows = [{"prompt": "x" * length, "answer": "4"} for length in (3, 30, 4, 40, 5, 50)]
     (folder / "held_out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -723,7 +721,7 @@ def test_prompts_that_are_too_long_are_left_out_once_and_for_all(folder: Path) -
         train(eager_config(folder, *options, "data.too_long=error", f"output={folder / 'other'}"), ONE)
 
 
-def test_a_run_that_can_learn_nothing_more_ends_with_its_checkpoints(folder: Path) -> None:
+def test_a_run_without_usable_rollouts_ends_with_its_checkpoints(folder: Path) -> None:
     (folder / "fragile.py").write_text(
         "from pathlib import Path\n"
         "from rollgraph.rl.algorithms.grpo import GRPO\n"
@@ -737,14 +735,14 @@ def test_a_run_that_can_learn_nothing_more_ends_with_its_checkpoints(folder: Pat
     (folder / "broken").touch()
     with pytest.raises(RuntimeError, match="every rollout failed, or the loss is not finite"):
         train(eager_config(folder, *options, "steps=9"), ONE)
-    assert (folder / "run" / "checkpoints" / "step_00000001").exists()  # the last good one was not pruned
+    assert (folder / "run" / "checkpoints" / "step_00000001").exists()  # the last good checkpoint is not pruned
     (folder / "broken.py").write_text("def f(prompts, completions, **columns):\n    raise RuntimeError('no idea')\n")
     broken = [f"reward.functions=[{{name: '{folder / 'broken.py'}:f'}}]", f"output={folder / 'other'}"]
     with pytest.raises(RuntimeError, match=r"no rollout of the first step got a reward: .*no idea"):
         train(eager_config(folder, *broken), ONE)
 
 
-def test_a_reward_that_fails_does_not_end_the_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_failing_rewards_do_not_end_the_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "rewards.py").write_text(
         "def even(prompts, completions, **columns):\n"
         "    if any(ord(c[0]) % 3 == 0 for c in completions if c):\n"
@@ -756,13 +754,13 @@ def test_a_reward_that_fails_does_not_end_the_run(folder: Path, capsys: pytest.C
     assert failures > 10
     assert len(metrics_of(folder / "run")) == 4
     lines = capsys.readouterr().out.splitlines()
-    told = [line for line in lines if line.startswith("a reward failed and counts as -1: even: RuntimeError: cannot")]
-    assert len(told) == len(set(told)) == 5  # out of many failures
+    notes = [line for line in lines if line.startswith("a reward failed and counts as -1: even: RuntimeError: cannot")]
+    assert len(notes) == len(set(notes)) == 5  # out of many failures
     assert f"rewards failed for {failures} rollouts: {failures} raised" in lines
 
 
-def test_few_rewards_that_fail_beside_zeros_do_not_end_the_run(folder: Path) -> None:
-    """All rewards of the first step are 0, but the reward function did succeed for some rollouts."""
+def test_failures_beside_rewards_of_zero_do_not_end_the_run(folder: Path) -> None:
+    """All rewards of the first step are 0, but the function succeeded for some rollouts."""
     (folder / "rewards.py").write_text(
         "def even(prompts, completions, **columns):\n"
         "    if any(ord(c[0]) % 3 == 0 for c in completions if c):\n"
@@ -774,7 +772,7 @@ def test_few_rewards_that_fail_beside_zeros_do_not_end_the_run(folder: Path) -> 
     assert 0 < values["failures/unrewarded"] == values["failures/reward/raised"] / 16 < 1
 
 
-def test_failures_are_those_of_a_step_so_that_a_resume_changes_no_metric(folder: Path) -> None:
+def test_failures_are_counted_per_step(folder: Path) -> None:
     (folder / "rewards.py").write_text(
         "def even(prompts, completions, **columns):\n"
         "    if any(int(p[:2]) % 2 for p in prompts):\n"
@@ -791,7 +789,7 @@ def test_failures_are_those_of_a_step_so_that_a_resume_changes_no_metric(folder:
 
 
 def test_a_second_sigterm_changes_nothing(folder: Path) -> None:
-    """This happens when a scheduler signals the whole job and `torchrun` forwards its own signal as well."""
+    """As when a scheduler signals the whole job, and `torchrun` forwards its own signal."""
     (folder / "rewards.py").write_text(
         "import os, signal\n"
         "def even(prompts, completions, **columns):\n"
@@ -804,13 +802,13 @@ def test_a_second_sigterm_changes_nothing(folder: Path) -> None:
     assert weights_of(folder / "run", 0)
 
 
-def test_a_stop_is_reported_as_saved_once_it_is_on_disk(
+def test_a_stop_is_reported_after_its_checkpoint_is_on_disk(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write = Checkpoints._write
 
     def slow_disk(self: Checkpoints, *arguments: Any) -> None:
-        time.sleep(0.3)  # long enough to expose a run that does not wait
+        time.sleep(0.3)  # long enough to reveal a run that does not wait
         write(self, *arguments)
         print("it is on the disk", flush=True)
 
@@ -818,11 +816,11 @@ def test_a_stop_is_reported_as_saved_once_it_is_on_disk(
     monkeypatch.setenv("STOP_AT", "2")
     train(eager_config(folder, "steps=100", "checkpoint.every=100", "data.validation=null", "log.progress=plain"), ONE)
     lines = capsys.readouterr().out.splitlines()
-    said = next(index for index, line in enumerate(lines) if line.startswith("asked to stop: saved after 2 of 100"))
-    assert "it is on the disk" in lines[:said]
+    report = next(index for index, line in enumerate(lines) if line.startswith("asked to stop: saved after 2 of 100"))
+    assert "it is on the disk" in lines[:report]
 
 
-def test_a_stop_that_could_not_be_saved_is_an_error(
+def test_a_stop_that_cannot_be_saved_is_an_error(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def full_disk(self: Checkpoints, *arguments: Any) -> None:
@@ -837,10 +835,10 @@ def test_a_stop_that_could_not_be_saved_is_an_error(
     assert "asked to stop: saved" not in capsys.readouterr().out
 
 
-def test_a_step_whose_reward_workers_died_of_the_stop_is_not_taken(
+def test_a_step_whose_reward_workers_died_at_the_stop_is_not_taken(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The worker is killed along with the stop request, by a signal that it cannot catch."""
+    """The worker is killed at the time of the stop, by a signal that it cannot catch."""
     monkeypatch.setenv("TRAINER", str(os.getpid()))
     (folder / "rewards.py").write_text(
         "import os, pathlib, signal\n"
@@ -871,7 +869,7 @@ def start(
     *overrides: str,
     prefix: tuple[str, ...] = (),
     environment: dict[str, str] | None = None,
-    own_group: bool = False,
+    new_session: bool = False,
 ) -> subprocess.Popen[str]:
     path = folder / "config.yaml"
     path.write_text(to_yaml(config_of(folder, *overrides)))
@@ -883,12 +881,12 @@ def start(
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        start_new_session=own_group,
+        start_new_session=new_session,
     )
 
 
 def fork(folder: Path, *overrides: str) -> ForkedCommand:
-    """The same in a process that starts faster."""
+    """Start the command in a forked process, which is faster."""
     path = folder / "config.yaml"
     path.write_text(to_yaml(config_of(folder, *overrides)))
     return ForkedCommand(folder, folder, "train", str(path))
@@ -902,7 +900,7 @@ def wait_for(condition: Any, process: subprocess.Popen[str] | ForkedCommand, sec
         time.sleep(0.02)
 
 
-def test_sigterm_saves_and_ends_well(folder: Path) -> None:
+def test_sigterm_saves_and_has_its_exit_code(folder: Path) -> None:
     process = fork(folder, "steps=1000", "checkpoint.every=1000", "graph.impl=none")
     metrics = folder / "run" / "metrics.jsonl"
     wait_for(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= 2, process)
@@ -919,7 +917,7 @@ def test_sigterm_to_a_whole_job_is_saved(folder: Path) -> None:
     """Slurm and systemd send SIGTERM to `torchrun`, its ranks and their reward workers."""
     options = ["steps=1000", "checkpoint.every=1000", "reward.workers=1", "reward.timeout=60", "log.progress=plain"]
     prefix = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone")
-    process = start(folder, *options, prefix=prefix, own_group=True)
+    process = start(folder, *options, prefix=prefix, new_session=True)
     metrics = folder / "run" / "metrics.jsonl"
     wait_for(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= 2, process)
     os.killpg(process.pid, signal.SIGTERM)
@@ -932,20 +930,20 @@ def test_sigterm_to_a_whole_job_is_saved(folder: Path) -> None:
 
 
 @pytest.mark.multi
-def test_a_killed_run_goes_on_as_if_nothing_had_happened(folder: Path) -> None:
-    """The run is killed with SIGKILL at its start, while it writes a checkpoint, and after step 6."""
+def test_a_killed_run_resumes_with_the_same_bits(folder: Path) -> None:
+    """SIGKILL comes at its start, while it writes a checkpoint, and after step 6."""
     options = ["steps=12", "checkpoint.every=1", "validation.every=100"]
     train(eager_config(folder, *options), ONE)
     killed = [*options, "graph.impl=none", f"output={folder / 'killed'}"]
-    place = folder / "killed" / "checkpoints"
+    checkpoints = folder / "killed" / "checkpoints"
 
     def saving() -> bool:
-        return place.exists() and any(
-            p.is_dir() and not p.name.removeprefix("step_").isdigit() for p in place.iterdir()
+        return checkpoints.exists() and any(
+            p.is_dir() and not p.name.removeprefix("step_").isdigit() for p in checkpoints.iterdir()
         )
 
     def steps(count: int) -> Any:
-        return lambda: (place / f"step_{count:08}").exists()
+        return lambda: (checkpoints / f"step_{count:08}").exists()
 
     for condition in (lambda: True, saving, steps(6)):
         process = fork(folder, *killed)
@@ -965,23 +963,24 @@ def test_twenty_kills_at_random_moments_change_nothing(folder: Path) -> None:
     """Every step is saved, so many of the kills hit a save."""
     options = ["steps=400", "checkpoint.every=1", "validation.every=100"]
     train(config_of(folder, *options), ONE)
-    assert kill_at_random_moments(folder, 20, *options) > 0  # otherwise the kills did not test saving
+    assert kill_at_random_moments(folder, 20, *options) > 0  # at least one kill hit a save
     assert_same_run(folder / "run", folder / "killed", step=399)
 
 
 def kill_at_random_moments(folder: Path, kills: int, *options: str) -> int:
-    """Start a run in the folder `killed` again and again, and finish it; return how many kills hit a save."""
+    """Start and kill a run in the folder `killed` repeatedly, then finish it. Return how many kills hit a save."""
     killed = [*options, f"output={folder / 'killed'}"]
-    place = folder / "killed" / "checkpoints"
-    moments, during_a_save = random.Random(0), 0
+    checkpoints = folder / "killed" / "checkpoints"
+    generator, during_a_save = random.Random(0), 0
     for _ in range(kills):
-        before = set(place.iterdir()) if place.exists() else set()
+        before = set(checkpoints.iterdir()) if checkpoints.exists() else set()
         process = start(folder, *killed)
-        wait_for(lambda before=before: place.exists() and set(place.iterdir()) != before, process)  # it is at work
-        time.sleep(moments.uniform(0, 1.5))
+        # Wait until it has started to save.
+        wait_for(lambda before=before: checkpoints.exists() and set(checkpoints.iterdir()) != before, process)
+        time.sleep(generator.uniform(0, 1.5))
         process.send_signal(signal.SIGKILL)
         process.communicate()
-        during_a_save += any(path.name.endswith(".incomplete") for path in place.iterdir())
+        during_a_save += any(path.name.endswith(".incomplete") for path in checkpoints.iterdir())
     process = start(folder, *killed)
     assert process.wait(timeout=900) == 0, process.communicate()[0]
     return during_a_save
@@ -989,7 +988,7 @@ def kill_at_random_moments(folder: Path, kills: int, *options: str) -> int:
 
 @pytest.mark.slow
 @pytest.mark.multi
-def test_two_processes_learn_from_all_prompts_together(folder: Path) -> None:
+def test_two_ranks_share_the_prompts_and_learn_the_same(folder: Path) -> None:
     process = start(folder, "steps=3", "validation.max_prompts=7", prefix=(sys.executable, *TWO_RANKS))
     output = process.communicate()[0]
     assert process.returncode == 0, output
@@ -998,28 +997,28 @@ def test_two_processes_learn_from_all_prompts_together(folder: Path) -> None:
     train(eager_config(folder, "steps=3", "validation.max_prompts=7", f"output={folder / 'alone'}"), ONE)
     alone = metrics_of(folder / "alone")
     assert values[0]["reward"] == pytest.approx(alone[0]["reward"])  # the same prompts, the same noise
-    assert rows_of(folder / "run")[0] == pytest.approx(rows_of(folder / "alone")[0])  # the ranks share the validation
+    assert rows_of(folder / "run")[0] == pytest.approx(rows_of(folder / "alone")[0])  # ranks share the validation
     assert values[2]["loss"] == pytest.approx(alone[2]["loss"], abs=1e-4)
 
 
 @pytest.mark.slow
 @pytest.mark.multi
-def test_two_processes_evaluate_what_one_has_trained(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_ranks_evaluate_the_model_of_one(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train(eager_config(folder, "steps=2"), ONE)
     (folder / "run.yaml").write_text(to_yaml(config_of(folder, "steps=2", "validation.max_prompts=7")))
     assert main(["eval", str(folder / "run.yaml")]) == 0
     alone = capsys.readouterr().out
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    given = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     ranks = []
     for rank in range(2):
         out = folder / f"rank{rank}"
         out.mkdir()
-        variables = {**given, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}  # as `torchrun` does
+        variables = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}  # as `torchrun` does
         ranks.append(ForkedCommand(folder, out, "eval", str(folder / "run.yaml"), **variables))
-    found = [process.communicate() for process in ranks]
-    assert [process.returncode for process in ranks] == [0, 0], found
-    together = "".join(stdout for stdout, _ in found)
+    outputs = [process.communicate() for process in ranks]
+    assert [process.returncode for process in ranks] == [0, 0], outputs
+    together = "".join(stdout for stdout, _ in outputs)
     assert json.loads(together) == pytest.approx(json.loads(alone))
 
 
@@ -1060,12 +1059,12 @@ def test_failed_rewards_of_other_ranks_are_reported_and_counted(folder: Path) ->
 @pytest.mark.multi
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_graphs_overlap_swaps_and_a_resume_change_nothing(folder: Path, ranks: int) -> None:
-    """Compare 20 steps with graphs, stopped by SIGTERM and resumed, with an uninterrupted eager run."""
-    together = (sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone")
+    """Compare 20 steps with graphs, stopped by SIGTERM and resumed, with an undisturbed eager run."""
+    torchrun = (sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone")
     options = ["steps=20", "validation.every=7", "checkpoint.every=100", "algorithm.options={kl_coef: 0.05}"]
 
     def run(*overrides: str, stop_at: str = "") -> None:
-        process = start(folder, *options, *overrides, prefix=together, environment={"STOP_AT": stop_at})
+        process = start(folder, *options, *overrides, prefix=torchrun, environment={"STOP_AT": stop_at})
         output = process.communicate(timeout=900)[0]
         assert (process.returncode == 0) == (not stop_at), output
 

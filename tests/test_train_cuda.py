@@ -1,4 +1,4 @@
-"""The loop on a GPU: the same runs as in `test_train.py`, with CUDA graphs and in bf16."""
+"""Runs of `test_train.py` on a GPU, with CUDA graphs and in bf16."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ ON_A_GPU = (
 )
 
 
-@pytest.mark.parametrize("place", ["device", "host"])
-def test_a_run_captures_nothing_after_warm_up_and_is_consistent(folder: Path, place: str) -> None:
-    run = train(config_of(folder, *ON_A_GPU, f"memory.reference={place}", "algorithm.minibatches=1"), GPU)
+@pytest.mark.parametrize("reference_location", ["device", "host"])
+def test_a_run_is_exact_and_captures_each_graph_once(folder: Path, reference_location: str) -> None:
+    run = train(config_of(folder, *ON_A_GPU, f"memory.reference={reference_location}", "algorithm.minibatches=1"), GPU)
     values = metrics_of(folder / "run")
     assert [entry["step"] for entry in values] == [0, 1, 2, 3, 4, 5]
-    assert values[0]["policy/kl"] == 0.0  # the reference is scored in other buckets than it trains in
+    assert values[0]["policy/kl"] == 0.0  # exact, though scored in other buckets than training
     for entry in values:
         assert entry["policy/token_mult_prob_error"] == 1.0
         assert entry["policy/token_mult_prob_error_max"] == 1.0
@@ -39,8 +39,8 @@ def test_a_run_captures_nothing_after_warm_up_and_is_consistent(folder: Path, pl
     assert not run.policy.sharded.hooks.modules
 
 
-def test_a_run_in_two_halves_is_the_same_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All sums have a fixed order, in the backward too, so that a GPU gives the same bits twice."""
+def test_a_resumed_run_is_the_same_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All sums have a fixed order, also in the backward, so a GPU gives the same bits twice."""
     halves = config_of(folder, *ON_A_GPU, f"output={folder / 'halves'}", "checkpoint.keep_last=9")
     monkeypatch.setenv("STOP_AT", "3")
     train(halves, GPU)
@@ -49,9 +49,9 @@ def test_a_run_in_two_halves_is_the_same_run(folder: Path, monkeypatch: pytest.M
     resumed = train(halves, GPU)
     train(config_of(folder, *ON_A_GPU), GPU)
     assert_same_weights(folder / "run", folder / "halves", step=5)
-    for one, other in zip(metrics_of(folder / "run"), metrics_of(folder / "halves"), strict=True):
+    for first, second in zip(metrics_of(folder / "run"), metrics_of(folder / "halves"), strict=True):
         for name in ("step", "reward", "loss", "optimizer/grad_norm", "policy/kl", "optimizer/lr"):
-            assert one[name] == other[name]
+            assert first[name] == second[name]
     assert resumed.policy.pool.report().eager_runs == 0
 
 
@@ -60,8 +60,8 @@ def test_supervised_training_captures_no_generation(folder: Path, name: str) -> 
     rows = [{"prompt": f"{i}?", "completion": "yes", "chosen": "yes", "rejected": "no"} for i in range(8)]
     (folder / "written.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     files = [f"data.{key}={folder / 'written.jsonl'}" for key in ("train", "validation")]
-    given = [f"algorithm={{name: {name}}}", "reward.functions=[]", "data.max_prompt_tokens=null"]
-    run = train(config_of(folder, *ON_A_GPU, *files, *given), GPU)
+    options = [f"algorithm={{name: {name}}}", "reward.functions=[]", "data.max_prompt_tokens=null"]
+    run = train(config_of(folder, *ON_A_GPU, *files, *options), GPU)
     assert run is not None
     assert run.policy.engine is None
     values = metrics_of(folder / "run")

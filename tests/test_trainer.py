@@ -1,4 +1,4 @@
-"""`rollgraph.Trainer`: the run of a program is the run of the command, and wrong arguments are found at once."""
+"""`rollgraph.Trainer` gives the run of the command, and reports wrong arguments before it writes anything."""
 
 from __future__ import annotations
 
@@ -50,32 +50,32 @@ SMALL: dict[str, Any] = {
 
 
 def letters(completions: list[str], answer: list[str], **_: Any) -> list[float]:
-    """The more different characters, the better."""
+    """Reward different characters."""
     return [len(set(text)) / 10 for text in completions]
 
 
 def small_trainer(output: Path, **arguments: Any) -> Trainer:
-    given = {"model": TINY, "train": ROWS, "rewards": [letters], "output": output, **SMALL, **arguments}
-    return Trainer(**given)
+    defaults = {"model": TINY, "train": ROWS, "rewards": [letters], "output": output, **SMALL, **arguments}
+    return Trainer(**defaults)
 
 
 # -- a run -----------------------------------------------------------------------------------------
 
 
-def test_a_run_goes_on_with_more_steps_as_if_it_had_never_ended(tmp_path: Path) -> None:
-    seen: list[int] = []
-    asked: list[str] = []
+def test_more_steps_continue_a_run_exactly(tmp_path: Path) -> None:
+    steps_seen: list[int] = []
+    answers_seen: list[str] = []
 
     def note_answers(completions: list[str], answer: list[str], **_: Any) -> list[float]:
-        asked.extend(answer)
+        answers_seen.extend(answer)
         return letters(completions, answer)
 
     shared = {"rewards": [{"function": note_answers, "label": "letters"}], "max_prompts": 2}
-    options = {"validation": iter(ROWS[:2]), **shared, "callbacks": [lambda step, metrics: seen.append(step)]}
+    options = {"validation": iter(ROWS[:2]), **shared, "callbacks": [lambda step, metrics: steps_seen.append(step)]}
     trainer = small_trainer(tmp_path / "twice", **options)
     trainer.train(steps=2)
     run = trainer.train(steps=4)
-    assert seen == [0, 1, 2, 3]
+    assert steps_seen == [0, 1, 2, 3]
     assert [row["step"] for row in run.metrics if row["step"] >= 0] == [0, 1, 2, 3]
     assert {row["prompt"] for row in run.samples} <= {row["prompt"] for row in ROWS}
 
@@ -84,38 +84,38 @@ def test_a_run_goes_on_with_more_steps_as_if_it_had_never_ended(tmp_path: Path) 
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     assert run.generate("1+1=", seed=3) == whole.generate(["1+1="], seed=3)[0]
     assert run.evaluate(ROWS[2:]) == whole.evaluate(ROWS[2:])
-    asked.clear()
-    run.evaluate(iter(ROWS))  # all of them, whatever part of the validation data is used
-    assert asked == [row["answer"] for row in ROWS]
+    answers_seen.clear()
+    run.evaluate(iter(ROWS))  # all rows, though validation uses only two
+    assert answers_seen == [row["answer"] for row in ROWS]
 
     finished = small_trainer(tmp_path / "twice", validation=ROWS[:2], **shared)
-    again = finished.train(steps=4)  # its last checkpoint is loaded
+    reopened = finished.train(steps=4)  # its last checkpoint is loaded
     assert run.finished
-    assert again.finished
-    assert again.generate("1+1=", seed=3) == run.generate("1+1=", seed=3)
-    assert again.evaluate() == run.evaluate()
-    exported = again.export(tmp_path / "exported")
+    assert reopened.finished
+    assert reopened.generate("1+1=", seed=3) == run.generate("1+1=", seed=3)
+    assert reopened.evaluate() == run.evaluate()
+    exported = reopened.export(tmp_path / "exported")
     config = json.loads((exported / "config.json").read_text())
     assert config["hidden_size"] == 8
-    for one in (run, whole, again):
-        one.close()
-    assert len(again.metrics) == len(run.metrics)
+    for each in (run, whole, reopened):
+        each.close()
+    assert len(reopened.metrics) == len(run.metrics)
 
 
 @pytest.mark.slow
-def test_recomputing_changes_nothing_of_a_run(tmp_path: Path) -> None:
+def test_activation_checkpointing_changes_no_bit(tmp_path: Path) -> None:
     model = {"tiny": {**TINY["tiny"], "layers": 2}}
     weights = []
-    for given, count in (("auto", 0), (1, 1), (True, 2)):
-        settings = {"model": {**model, "checkpointing": given}, "kl_coef": 0.1, "graph": {"warmup": 1}}
-        with small_trainer(tmp_path / str(given), **settings).train(steps=2) as run:
+    for checkpointing, count in (("auto", 0), (1, 1), (True, 2)):
+        settings = {"model": {**model, "checkpointing": checkpointing}, "kl_coef": 0.1, "graph": {"warmup": 1}}
+        with small_trainer(tmp_path / str(checkpointing), **settings).train(steps=2) as run:
             assert run.policy.model.checkpointing == count
             weights.append([parameter.detach().clone() for parameter in run.policy.model.parameters()])
     for recomputed in weights[1:]:
-        assert all(torch.equal(one, other) for one, other in zip(recomputed, weights[0], strict=True))
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(recomputed, weights[0], strict=True))
 
 
-def test_a_prompt_may_be_a_chat_and_nothing_that_is_asked_for_is_left_out(tmp_path: Path) -> None:
+def test_generate_takes_chats_and_refuses_what_it_cannot_do(tmp_path: Path) -> None:
     chat = [{"role": "user", "content": "1+1="}]
     model = {"tiny": {**TINY["tiny"], "max_length": 48}}
     with small_trainer(tmp_path, model=model, max_prompt_tokens=32).train(steps=1) as run:
@@ -132,7 +132,7 @@ def test_a_prompt_may_be_a_chat_and_nothing_that_is_asked_for_is_left_out(tmp_pa
             run.generate("1" * 36)
 
 
-def test_a_prompt_is_asked_as_the_environment_of_the_run_asks_it(tmp_path: Path) -> None:
+def test_generate_builds_prompts_as_the_environment_does(tmp_path: Path) -> None:
     options = {"tools": ["rollgraph.rl.calculator:calculate"], "max_turns": 1, "max_tokens": 3}
     settings = {
         "environment": {"name": "rollgraph.rl.chat:Chat", "options": options},
@@ -144,15 +144,15 @@ def test_a_prompt_is_asked_as_the_environment_of_the_run_asks_it(tmp_path: Path)
     with small_trainer(tmp_path, **settings).train(steps=1) as run:
         assert run.policy.engine is not None
         sample = run.samples[0]
-        asked = ROWS[sample["prompt_id"]]["prompt"]
+        prompt = ROWS[sample["prompt_id"]]["prompt"]
         assert '"name": "calculate"' in sample["prompt"]
         tokens = run.policy.tokenizer.encode(sample["prompt"], special=False)
         with run.policy.phases.enter("generate"):
             (expected,) = run.policy.engine.generate([tokens], replace(run.policy.sampling, seed=3))
-        assert run.generate(asked, seed=3) == expected.completions[0].text
+        assert run.generate(prompt, seed=3) == expected.completions[0].text
 
 
-def test_the_run_of_a_program_is_that_of_the_command(tmp_path: Path) -> None:
+def test_a_run_from_python_equals_that_of_the_command(tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     trainer = small_trainer(tmp_path / "program", train=iter(ROWS), rewards=[(letters, 0.5)], algorithm="dapo")
     with trainer.train(steps=3) as run:
@@ -165,8 +165,10 @@ def test_the_run_of_a_program_is_that_of_the_command(tmp_path: Path) -> None:
     assert main(["train", str(tmp_path / "run.yaml")]) == 0
     theirs = [json.loads(line) for line in (tmp_path / "command" / "metrics.jsonl").read_text().splitlines()]
     timed = "speed/"
-    for mine, other in zip(ours, theirs, strict=True):
-        assert {k: v for k, v in mine.items() if timed not in k} == {k: v for k, v in other.items() if timed not in k}
+    for our_row, their_row in zip(ours, theirs, strict=True):
+        assert {k: v for k, v in our_row.items() if timed not in k} == {
+            k: v for k, v in their_row.items() if timed not in k
+        }
 
 
 RANKS = """
@@ -181,9 +183,9 @@ for step in trainer:
     if World.current().rank == 1:
         break  # stops the other rank as well
 run = trainer.train(steps=5)  # rank 0 stops it after the second step
-found = {"evaluation": run.evaluate(ROWS), "text": run.generate("1+1=", seed=1), "steps": len(run.metrics)}
+results = {"evaluation": run.evaluate(ROWS), "text": run.generate("1+1=", seed=1), "steps": len(run.metrics)}
 run.export(output / "exported")
-(output / f"rank{World.current().rank}.json").write_text(json.dumps(found))
+(output / f"rank{World.current().rank}.json").write_text(json.dumps(results))
 trainer.close()
 """
 
@@ -195,15 +197,15 @@ def test_two_ranks_train_stop_and_evaluate_together(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "script.py", "."]
     root = Path(__file__).parents[1]
     environment = {**os.environ, "PYTHONPATH": f"{root / 'src'}{os.pathsep}{root}", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    completed = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert completed.returncode == 0, completed.stderr
     first, second = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2))
     assert first == second
     assert first["steps"] == 3  # with the validation before the first one
     assert (tmp_path / "exported" / "config.json").exists()
 
 
-def test_steps_are_taken_one_at_a_time_and_a_loop_left_early_is_saved(tmp_path: Path) -> None:
+def test_a_loop_over_steps_that_ends_early_is_saved(tmp_path: Path) -> None:
     trainer = small_trainer(tmp_path, steps=3)
     for step in trainer:
         assert math.isfinite(step.metrics["reward"])
@@ -232,14 +234,14 @@ def test_a_callback_stops_the_run(tmp_path: Path, how: str) -> None:
     assert (tmp_path / "checkpoints" / "step_00000001").is_dir()
 
 
-def test_a_run_is_used_until_it_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_can_be_used_until_it_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     model = {"tiny": {**TINY["tiny"], "max_length": 48}}
     trainer = small_trainer(Path("run"), model=model, max_prompt_tokens=40)
     numbers = []
     for step in trainer:
         numbers.append(step.number)
-        trainer.stop()  # no step is under way
+        trainer.stop()  # between two steps
     assert numbers == [0]
     run = trainer.run
     chat = [{"role": "user", "content": "1"}]
@@ -252,13 +254,13 @@ def test_a_run_is_used_until_it_is_closed(tmp_path: Path, monkeypatch: pytest.Mo
     run.close()
     gc.collect()
     assert trained() is None
-    with pytest.raises(RuntimeError, match="this run is closed"):  # later steps may have been taken meanwhile
+    with pytest.raises(RuntimeError, match="this run is closed"):  # another run may have taken more steps
         run.generate("1+1=")
     monkeypatch.chdir("/")
     assert len(run.metrics) == 1
 
 
-def test_ctrl_c_closes_what_it_saved(tmp_path: Path) -> None:
+def test_ctrl_c_saves_the_run(tmp_path: Path) -> None:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         press = [lambda step, metrics: signal.raise_signal(signal.SIGINT)]
@@ -269,8 +271,8 @@ def test_ctrl_c_closes_what_it_saved(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_00000000"]
 
 
-def test_text_that_is_not_unicode_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half of a surrogate pair in a column, and a byte of a command that is not UTF-8."""
+def test_invalid_unicode_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of a surrogate pair in a column, and a byte in a command that is not UTF-8."""
     monkeypatch.setattr(sys, "orig_argv", ["python", "\udcff.py"])
     rows = [{**row, "answer": "\ud800"} for row in ROWS]
     with small_trainer(tmp_path, train=rows).train(steps=1) as run:
@@ -292,7 +294,7 @@ class Table:
         return ROWS
 
 
-def test_rows_of_tables_and_arrays() -> None:
+def test_rows_may_be_tables_and_arrays() -> None:
     assert read_rows(Table(), "train") == read_rows(ROWS, "train")
     chat = [{"role": "user", "content": "1+1="}]
     _, rows = read_rows([{"messages": np.array(chat)}, {"prompt": tuple(chat)}], "train")
@@ -300,7 +302,7 @@ def test_rows_of_tables_and_arrays() -> None:
     assert [row.prompt for row in rows] == [chat, chat]
 
 
-def test_rows_without_an_end_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endless_rows_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rollgraph.rl.data.python_objects.MAX_UNSIZED_ROWS", 6)
     assert read_rows(iter(ROWS), "train") == read_rows(ROWS, "train")
     with pytest.raises(DataError, match=r"^train: no end after 6 rows, .*: give itertools\.islice\(rows, n\) or"):
@@ -308,12 +310,14 @@ def test_rows_without_an_end_are_refused(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_partial_has_the_name_of_its_function(tmp_path: Path) -> None:
-    """So a run that is resumed with a partial of another function is told from this one."""
+    """A resumed run with a partial of another function is therefore recognized as changed."""
     (function,) = small_trainer(tmp_path, rewards=partial(letters)).config.reward.functions
     assert (function.name, function.label) == ("tests.test_trainer:letters", "letters")
 
 
-def test_the_command_says_what_a_program_gave(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_refuses_a_config_with_objects_of_a_program(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = small_trainer(tmp_path / "run").config
     (tmp_path / "run.yaml").write_text(to_yaml(config))
     assert main(["train", str(tmp_path / "run.yaml")]) == 2
@@ -322,12 +326,12 @@ def test_the_command_says_what_a_program_gave(tmp_path: Path, capsys: pytest.Cap
         load_object("__main__:defined_in_a_notebook")
 
 
-def test_a_run_that_is_asked_to_stop_before_its_first_step_does_not_forget(tmp_path: Path) -> None:
-    asked: list[bool] = []
+def test_a_stop_before_the_first_step_is_kept(tmp_path: Path) -> None:
+    is_stopped: list[bool] = []
 
     def reward(completions: list[str], **_: Any) -> list[float]:
-        if not asked:
-            asked.append(True)
+        if not is_stopped:
+            is_stopped.append(True)
             trainer.stop()  # in the validation before the first step
         return [float(len(text)) for text in completions]
 
@@ -337,7 +341,7 @@ def test_a_run_that_is_asked_to_stop_before_its_first_step_does_not_forget(tmp_p
         assert not run.finished
 
 
-def test_a_callback_that_fails_loses_no_step(tmp_path: Path) -> None:
+def test_a_failing_callback_loses_no_step(tmp_path: Path) -> None:
     def callback(step: int, metrics: dict[str, float]) -> None:
         if step == 2:
             raise KeyError("plot")
@@ -347,7 +351,7 @@ def test_a_callback_that_fails_loses_no_step(tmp_path: Path) -> None:
     assert (tmp_path / "checkpoints" / "step_00000002").is_dir()
 
 
-def test_a_loop_of_ones_own_is_logged_and_saved(tmp_path: Path) -> None:
+def test_a_custom_loop_is_logged_and_saved(tmp_path: Path) -> None:
     """The loop of docs/python_api.md."""
     from rollgraph.run.saving import save_after_step, saved_on_error
 
@@ -368,7 +372,7 @@ def test_a_loop_of_ones_own_is_logged_and_saved(tmp_path: Path) -> None:
         assert all(math.isfinite(row["loss"]) for row in run_after.metrics)
 
 
-def test_a_model_and_a_tokenizer_of_transformers(tmp_path: Path) -> None:
+def test_a_model_and_a_tokenizer_of_transformers_are_trained_as_a_copy(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -385,7 +389,7 @@ def test_a_model_and_a_tokenizer_of_transformers(tmp_path: Path) -> None:
     with trainer.train(steps=1) as run:
         ours = run.policy.model.embed_tokens.weight
         assert not torch.equal(ours, before["model.embed_tokens.weight"])
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())  # it is a copy
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())  # the run trains a copy
     with torch.no_grad():
         model.model.embed_tokens.weight.zero_()
     kl = {"algorithm": {"name": "grpo", "kl_coef": 0.1}, "allow_changes": ["algorithm"]}
@@ -398,7 +402,7 @@ def test_a_model_and_a_tokenizer_of_transformers(tmp_path: Path) -> None:
 # -- arguments -------------------------------------------------------------------------------------
 
 
-def test_arguments_are_keys() -> None:
+def test_arguments_are_names_of_keys() -> None:
     assert argument_key("max_tokens") == "rollout.max_tokens"
     assert argument_key("lr") == "optimizer.lr"
     assert argument_key("temperature") == "rollout.temperature"
@@ -459,7 +463,7 @@ def test_a_wrong_argument_is_named(tmp_path: Path, arguments: dict[str, Any], me
         ({"model": 3}, "model: expected a folder, a hub id"),
         ({"callbacks": [lambda step: None]}, "callbacks: expected a function of .*too many positional arguments"),
     ],
-    ids=lambda value: value if isinstance(value, str) else " ".join(value),  # a function has another address each time
+    ids=lambda value: value if isinstance(value, str) else " ".join(value),  # the repr of a function has an address
 )
 def test_a_wrong_object_is_named(tmp_path: Path, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidInput, match=message):

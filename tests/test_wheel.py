@@ -1,4 +1,4 @@
-"""The wheel: what it says about the package, what it contains, and that its starters train outside the repository."""
+"""The wheel: its metadata, its files, and starters that train outside the repository."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LINK = re.compile(r"\]\(([^)\s]+)\)|(?:src|href)=[\"']([^\"']+)")
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build a copy, because a build leaves files in its source folder. Nothing is downloaded."""
+    """Build from a copy, because a build leaves files in its source folder. Nothing is downloaded."""
     pytest.importorskip("setuptools")
     folder = tmp_path_factory.mktemp("wheel")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
@@ -31,8 +31,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(ROOT / "src", folder / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
     build = "from setuptools.build_meta import build_wheel; build_wheel('.')"  # what pip calls
     subprocess.run([sys.executable, "-c", build], cwd=folder, check=True, stdout=subprocess.DEVNULL, timeout=600)
-    (found,) = folder.glob("*.whl")
-    return found
+    (path,) = folder.glob("*.whl")
+    return path
 
 
 @pytest.fixture(scope="module")
@@ -54,14 +54,14 @@ def metadata_of(wheel: Path) -> Message:
         return email.message_from_bytes(archive.read(name))
 
 
-def test_the_description_has_no_link_that_breaks_outside_the_repository(wheel: Path) -> None:
+def test_the_description_has_no_relative_links(wheel: Path) -> None:
     description = str(metadata_of(wheel).get_payload())
     links = [markdown or html for markdown, html in LINK.findall(description)]
     assert len(links) > 2
     assert [link for link in links if not link.startswith(("https://", "#"))] == []
 
 
-def test_the_metadata_names_versions_of_python_and_where_to_find_more(wheel: Path) -> None:
+def test_the_metadata_has_python_versions_licence_and_urls(wheel: Path) -> None:
     metadata = metadata_of(wheel)
     classifiers = metadata.get_all("Classifier", [])
     for version in ("3.11", "3.12", "3.13"):
@@ -71,22 +71,22 @@ def test_the_metadata_names_versions_of_python_and_where_to_find_more(wheel: Pat
     assert {"Homepage", "Documentation", "Changelog", "Issues"} <= set(names)
 
 
-def test_the_wheel_has_types_the_licence_and_every_file_of_the_starters(wheel: Path) -> None:
+def test_the_wheel_has_every_file_of_the_package(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         contained = set(archive.namelist())
     source = ROOT / "src"
-    wanted = {
+    expected = {
         path.relative_to(source).as_posix()
         for path in (source / "rollgraph").rglob("*")
         if path.is_file() and path.parent.name != "__pycache__"
     }
-    assert wanted - contained == set()
-    assert {"rollgraph/py.typed", "rollgraph/starters/quickstart/config.yaml"} <= wanted
+    assert expected - contained == set()
+    assert {"rollgraph/py.typed", "rollgraph/starters/quickstart/config.yaml"} <= expected
     assert any(name.endswith("/LICENSE") for name in contained)
 
 
-def check_of_the_installation() -> str:
-    """The commands that docs/install.md gives. The doctor exits with 1 where an installed Megatron needs repairs."""
+def installation_commands() -> str:
+    """The commands of docs/install.md. The doctor exits with 1 if an installed Megatron needs repairs."""
     page = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
     (block,) = re.findall(r"```bash\n(rollgraph --version.*?)```", page, re.DOTALL)
     return block.replace("rollgraph doctor\n", "rollgraph doctor || test $? = 1\n")
@@ -104,7 +104,7 @@ main(steps=2, output="run_python", model={"tiny": tiny}, validation_max_prompts=
 @pytest.mark.parametrize(
     ("commands", "output"),
     [
-        pytest.param(check_of_the_installation(), "trial/run", id="quickstart"),
+        pytest.param(installation_commands(), "trial/run", id="quickstart"),
         pytest.param("rollgraph init math mine && cd mine && rollgraph train trial.yaml", "mine/trial", id="math"),
         pytest.param(f"rollgraph init math mine && cd mine && python -c '{TRIAL}'", "mine/run_python", id="python"),
         pytest.param("rollgraph init tools mine && cd mine && rollgraph train trial.yaml", "mine/trial", id="tools"),
@@ -120,7 +120,7 @@ def test_starters_train_from_an_installed_wheel(commands: str, output: str, inst
     ).stdout
     assert Path(printed.splitlines()[0]) == installed / "rollgraph" / "__init__.py"
     metrics = [json.loads(line) for line in (tmp_path / output / "metrics.jsonl").read_text().splitlines()]
-    assert [entry["step"] for entry in metrics] == [-1, 0, 1]  # from the model as it was
+    assert [entry["step"] for entry in metrics] == [-1, 0, 1]  # from the untrained model
     assert all("validation/reward" in entry for entry in (metrics[0], metrics[-1]))
     for entry in metrics[1:]:
         assert entry["policy/token_mult_prob_error_max"] == 1.0

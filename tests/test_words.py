@@ -1,4 +1,4 @@
-"""What things are called, checked on the source: one noun per concept, and results named for what they hold."""
+"""Rules for names in the source: one concept per public name, and results named for what they hold."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pathlib import Path
 
 SOURCE = Path(__file__).parents[1] / "src/rollgraph"
 VAGUE = {"found", "given", "made", "wanted", "place", "own", "other"}
-MOST_LINES = 5  # that a vague name may live
-# Entry points of programs, and what another library's function is called.
+MOST_LINES = 5  # the longest that a vague name may live
+# Entry points of programs, and the name of a function of another library.
 SHARED = {"main", "make_graphed_callables"}
-KEYS = {("config/keys.py", "place"), ("compat/graph_keys.py", "place")}  # of YAML and of JSON
+KEYS = {("config/keys.py", "place"), ("compat/graph_keys.py", "place")}  # keys of YAML and JSON
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -52,7 +52,7 @@ def find_vague(tree: ast.Module) -> Iterator[tuple[int, str]]:
                     yield field.lineno, field.target.id
 
 
-def test_no_public_name_stands_in_two_packages() -> None:
+def test_no_public_name_is_in_two_packages() -> None:
     assert find_homonyms(read_trees(SOURCE)) == {}
 
 
@@ -66,13 +66,13 @@ def test_results_are_named_for_what_they_hold() -> None:
     assert vague == set()
 
 
-def test_a_homonym_is_seen() -> None:
+def test_the_checker_finds_homonyms() -> None:
     trees = {"a/x.py": "def pack(): ...", "b/y.py": "class pack: ...", "b/z.py": "def _pack(): ...\ndef main(): ..."}
     parsed = {file: ast.parse(source) for file, source in trees.items()}
     assert find_homonyms(parsed) == {"pack": ["a/x.py", "b/y.py"]}
 
 
-def test_a_vague_name_is_seen() -> None:
+def test_the_checker_finds_vague_names() -> None:
     long_lived = "def f():\n    found = g()\n" + "    h()\n" * 5 + "    return found\n"
     assert list(find_vague(ast.parse(long_lived))) == [(2, "found")]
     assert list(find_vague(ast.parse("def f():\n    found = g()\n    return found\n"))) == []

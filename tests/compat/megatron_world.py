@@ -1,7 +1,7 @@
 """A small megatron-core model on one CPU rank, for the tests of its repairs. Imports megatron lazily.
 
-Replaces what CPU builds of PyTorch lack: the current device, and capture (`CaptureStandIn`), which runs the function
-and records nothing.
+Replaces two things that CPU builds of PyTorch lack: the current device, and capture. `CaptureStandIn` runs the
+function and records nothing.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def unrepaired() -> Iterator[None]:
 
 @pytest.fixture
 def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A process group of one, with Megatron's groups, and graph managers that can be made without a GPU."""
+    """A process group of one rank, Megatron's parallel state, and graph managers that need no GPU."""
     store = dist.HashStore()
     dist.init_process_group("gloo", rank=0, world_size=1, store=store)
     with megatron_world(monkeypatch):
@@ -67,7 +67,7 @@ def megatron_world(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
     monkeypatch.setattr(cuda_graphs, "torch", CaptureStandIn())
     monkeypatch.setattr(utils, "cuda_graph_attr_cache", None)
-    initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)  # the one that needs no GPU
+    initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)  # graph-safe, and needs no GPU
     reset_graphs(monkeypatch)
     try:
         yield
@@ -96,7 +96,7 @@ def reset_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make_gpt(cuda_graph_impl: str = "local", **settings: Any) -> nn.Module:
-    """The model of the bug report: a GPT with 4 layers, on the CPU in fp32."""
+    """The model of the bug report: a GPT with 4 layers, in fp32 on the CPU."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -115,7 +115,7 @@ def make_gpt(cuda_graph_impl: str = "local", **settings: Any) -> nn.Module:
     )
     spec = get_gpt_layer_local_spec(num_experts=settings.get("num_moe_experts"))
     if "num_moe_experts" in settings:
-        spec.module = MoETransformerLayer  # as in their other specs
+        spec.module = MoETransformerLayer  # as in Megatron's other specs
     return GPTModel(config, spec, vocab_size=VOCABULARY, max_sequence_length=TOKENS)
 
 
@@ -123,9 +123,9 @@ def wrap_ddp(model: Any, kind: Any = None, **settings: Any) -> Any:
     """Megatron's DDP, or a subclass, with both overlaps and several buckets."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
-    both = {"overlap_grad_reduce": True, "overlap_param_gather": True, "use_distributed_optimizer": True}
-    overlap = DistributedDataParallelConfig(bucket_size=5000, **{**both, **settings})
-    return (kind or DistributedDataParallel)(model.config, overlap, model)
+    overlaps = {"overlap_grad_reduce": True, "overlap_param_gather": True, "use_distributed_optimizer": True}
+    ddp_config = DistributedDataParallelConfig(bucket_size=5000, **{**overlaps, **settings})
+    return (kind or DistributedDataParallel)(model.config, ddp_config, model)
 
 
 def make_batch(seed: int = 0) -> dict[str, Tensor]:
@@ -148,7 +148,7 @@ def compute_gradients(ddp: Any, seed: int = 0) -> float:
 
 
 def update_shard(ddp: Any, lr: float = 0.1) -> None:
-    """Do what a distributed optimizer does: each rank writes its own shard, and nothing is gathered."""
+    """Update the shard of this rank without gathering, as a distributed optimizer does."""
     rank, size = ddp.dp_group.rank(), ddp.dp_group.size()
     for group in ddp.bucket_groups:
         for bucket in group.buckets:
@@ -186,13 +186,13 @@ def score(model: Any) -> Tensor:
 
 
 def train_healthily() -> dict[str, torch.Tensor]:
-    """Losses, gradients and weights of a run that switches hooks and graphs in the order that the package expects."""
+    """Losses, gradients and weights of a run that switches hooks and graphs in the order that Megatron expects."""
     ddp = wrap_ddp(make_gpt())
-    seen = {}
+    results = {}
     ddp.disable_forward_pre_hook(param_sync=False)
     for step in range(4):
-        seen[f"loss {step}"] = torch.tensor(compute_gradients(ddp, seed=step + 10 * ddp.dp_group.rank()))
-        seen.update({f"{name} {step}": tensor.main_grad.clone() for name, tensor in ddp.named_parameters()})
+        results[f"loss {step}"] = torch.tensor(compute_gradients(ddp, seed=step + 10 * ddp.dp_group.rank()))
+        results.update({f"{name} {step}": tensor.main_grad.clone() for name, tensor in ddp.named_parameters()})
         update_shard(ddp)
         if step == 0:
             ddp.enable_forward_pre_hook()
@@ -200,7 +200,7 @@ def train_healthily() -> dict[str, torch.Tensor]:
             ddp.disable_forward_pre_hook()
             toggle(ddp.module, "none")
             toggle(ddp.module, "local")
-    return {**seen, **copy_weights(ddp.module)}
+    return {**results, **copy_weights(ddp.module)}
 
 
 def repair_changes_no_bit() -> bool:

@@ -17,7 +17,7 @@ def lint(tmp_path: Path, text: str, known: tuple[str, ...] | None = None) -> lis
     return lint_file(path, known)
 
 
-def of(remarks: list[Remark], kind: LintKind) -> list[tuple[str, str]]:
+def keys_of(remarks: list[Remark], kind: LintKind) -> list[tuple[str, str]]:
     return [(remark.place.rpartition("/")[2], remark.key) for remark in remarks if remark.kind is kind]
 
 
@@ -32,17 +32,17 @@ def of(remarks: list[Remark], kind: LintKind) -> list[tuple[str, str]]:
         ({"enable_cuda_graph": False, "cuda_graph_scope": None}, "none", []),
     ],
 )
-def test_implementation_and_scopes(model: dict[str, Any], impl: str, names: list[str]) -> None:
+def test_implementation_and_scopes_of_a_config(model: dict[str, Any], impl: str, names: list[str]) -> None:
     assert (read_impl(model), read_scopes(model)) == (impl, names)
     assert find_contradictions(model, {}) == []
 
 
-def test_agrees_with_megatron_core_on_what_is_contradictory() -> None:
-    """Compare every combination with TransformerConfig itself: we report what it refuses, and nothing else."""
+def test_contradictions_are_those_that_megatron_core_refuses() -> None:
+    """For every combination, we report a contradiction exactly if TransformerConfig refuses it."""
     pytest.importorskip("megatron.core")
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    ways = {
+    choices = {
         "enable_cuda_graph": (None, True),
         "external_cuda_graph": (None, True),
         "cuda_graph_impl": (None, "local", "transformer_engine"),
@@ -58,28 +58,35 @@ def test_agrees_with_megatron_core_on_what_is_contradictory() -> None:
         "cpu_offloading": (None, True),
         "recompute_granularity": (None, "full"),
     }
-    taken = refused = 0
-    for values in itertools.product(*ways.values()):
-        model = {key: value for key, value in zip(ways, values, strict=True) if value is not None}
-        wrong = find_contradictions(model, {})
-        rest: dict[str, Any] = {"num_moe_experts": 2, "moe_expert_capacity_factor": 1.0}
-        rest |= {"moe_pad_expert_input_to_capacity": True, "moe_layer_freq": [0, 1], "num_layers": 2}
-        rest |= {"hidden_size": 8, "num_attention_heads": 2, "cpu_offloading_num_layers": 1, "moe_ffn_hidden_size": 8}
-        rest |= {"recompute_method": "uniform", "recompute_num_layers": 1} if "recompute_granularity" in model else {}
+    accepted = refused = 0
+    for values in itertools.product(*choices.values()):
+        model = {key: value for key, value in zip(choices, values, strict=True) if value is not None}
+        contradictions = find_contradictions(model, {})
+        required: dict[str, Any] = {"num_moe_experts": 2, "moe_expert_capacity_factor": 1.0}
+        required |= {"moe_pad_expert_input_to_capacity": True, "moe_layer_freq": [0, 1], "num_layers": 2}
+        required |= {
+            "hidden_size": 8,
+            "num_attention_heads": 2,
+            "cpu_offloading_num_layers": 1,
+            "moe_ffn_hidden_size": 8,
+        }
+        required |= (
+            {"recompute_method": "uniform", "recompute_num_layers": 1} if "recompute_granularity" in model else {}
+        )
         if model.get("cpu_offloading") and "recompute_granularity" in model:
-            continue  # refused whatever the graphs are
+            continue  # refused with any graph settings
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
-                TransformerConfig(**rest, **model)
+                TransformerConfig(**required, **model)
             except (AssertionError, ValueError):
                 refused += 1
-                assert wrong, model
+                assert contradictions, model
             else:
-                taken += 1
-                # A scope that nothing will use is no error there.
-                assert [text for _, text in wrong if "without an implementation" not in text] == [], model
-    assert taken > 20
+                accepted += 1
+                # We also report an unused scope, which Megatron accepts.
+                assert [text for _, text in contradictions if "without an implementation" not in text] == [], model
+    assert accepted > 20
     assert refused > 100
 
 
@@ -97,23 +104,23 @@ def test_agrees_with_megatron_core_on_what_is_contradictory() -> None:
         ({"cuda_graph_impl": "full_iteration", "cuda_graph_modules": ["mlp"]}, {}, "nothing to choose"),
     ],
 )
-def test_contradictions(model: dict[str, Any], rng: dict[str, Any], words: str) -> None:
+def test_contradictions_are_described(model: dict[str, Any], rng: dict[str, Any], words: str) -> None:
     assert any(words in text for _, text in find_contradictions(model, rng))
 
 
-def test_an_inference_tracker_needs_no_other() -> None:
+def test_an_inference_rng_tracker_suffices() -> None:
     model = {"cuda_graph_impl": "local", "use_te_rng_tracker": False, "inference_rng_tracker": True}
     assert find_contradictions(model, {}) == []
 
 
-def test_deprecated_keys_have_their_line(tmp_path: Path) -> None:
+def test_deprecated_keys_have_a_line_number(tmp_path: Path) -> None:
     text = """\
         enable_cuda_graph: false
         external_cuda_graph: true
         cuda_graph_scope: full
     """
     remarks = lint(tmp_path, text)
-    assert of(remarks, LintKind.DEPRECATED) == [
+    assert keys_of(remarks, LintKind.DEPRECATED) == [
         ("their.yaml:1", "enable_cuda_graph"),
         ("their.yaml:2", "external_cuda_graph"),
         ("their.yaml:3", "cuda_graph_scope"),  # the name
@@ -123,39 +130,39 @@ def test_deprecated_keys_have_their_line(tmp_path: Path) -> None:
     assert not any(remark.is_serious for remark in remarks)
 
 
-def test_which_spelling_is_right_depends_on_what_is_installed(tmp_path: Path) -> None:
+def test_the_right_spelling_depends_on_the_installed_version(tmp_path: Path) -> None:
     text = "cuda_graph_impl: local\n{}: [mamba, attn]\n"
     old, new = ("cuda_graph_impl", "cuda_graph_scope"), ("cuda_graph_impl", "cuda_graph_modules")
-    assert of(lint(tmp_path, text.format("cuda_graph_scope"), old), LintKind.DEPRECATED) == []
-    assert of(lint(tmp_path, text.format("cuda_graph_scope"), new), LintKind.DEPRECATED) == [
+    assert keys_of(lint(tmp_path, text.format("cuda_graph_scope"), old), LintKind.DEPRECATED) == []
+    assert keys_of(lint(tmp_path, text.format("cuda_graph_scope"), new), LintKind.DEPRECATED) == [
         ("their.yaml:2", "cuda_graph_scope")
     ]
-    assert of(lint(tmp_path, text.format("cuda_graph_modules"), old), LintKind.UNKNOWN) == [
+    assert keys_of(lint(tmp_path, text.format("cuda_graph_modules"), old), LintKind.UNKNOWN) == [
         ("their.yaml:2", "cuda_graph_modules")
     ]
 
 
 def test_an_unknown_scope_is_passed_through_with_a_warning(tmp_path: Path) -> None:
     remarks = lint(tmp_path, "cuda_graph_impl: transformer_engine\ncuda_graph_modules: [attn, vision]\n")
-    assert of(remarks, LintKind.UNKNOWN) == [("their.yaml:2", "cuda_graph_modules")]
+    assert keys_of(remarks, LintKind.UNKNOWN) == [("their.yaml:2", "cuda_graph_modules")]
     assert "'vision'" in remarks[0].text
     assert "passed through" in remarks[0].advice
     assert not remarks[0].is_serious
 
 
-def test_spaces_between_scopes(tmp_path: Path) -> None:
+def test_spaces_between_scopes_are_reported(tmp_path: Path) -> None:
     remarks = lint(tmp_path, "cuda_graph_impl: transformer_engine\ncuda_graph_scope: attn, mlp\n")
-    assert of(remarks, LintKind.UNKNOWN) == [("their.yaml:2", "cuda_graph_scope")]
+    assert keys_of(remarks, LintKind.UNKNOWN) == [("their.yaml:2", "cuda_graph_scope")]
     pytest.importorskip("megatron.core")
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     settings = {"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": "attn, mlp"}
-    with pytest.raises(KeyError):  # the reason for that remark
+    with pytest.raises(KeyError):  # hence the remark
         TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=2, **settings)
 
 
 def test_the_single_mempool_is_never_read() -> None:
-    """The remark about this key says so of megatron-core 0.16.1."""
+    """As the remark about this key claims of megatron-core 0.16.1."""
     core = pytest.importorskip("megatron.core")
     if core.__version__ != "0.16.1":
         pytest.skip(f"megatron-core is {core.__version__}")
@@ -164,7 +171,7 @@ def test_the_single_mempool_is_never_read() -> None:
     assert reads == []
 
 
-def test_trackers_of_a_bridge_config(tmp_path: Path) -> None:
+def test_contradictory_trackers_of_a_bridge_config(tmp_path: Path) -> None:
     text = """\
         model:
           cuda_graph_impl: local
@@ -172,18 +179,18 @@ def test_trackers_of_a_bridge_config(tmp_path: Path) -> None:
         rng:
           te_rng_tracker: false
     """
-    assert ("their.yaml:3", "model.use_te_rng_tracker") in of(lint(tmp_path, text), LintKind.CONTRADICTORY)
-    alone = text.replace("          use_te_rng_tracker: true\n", "")
-    assert of(lint(tmp_path, alone), LintKind.CONTRADICTORY) == [("their.yaml:4", "rng.te_rng_tracker")]
+    assert ("their.yaml:3", "model.use_te_rng_tracker") in keys_of(lint(tmp_path, text), LintKind.CONTRADICTORY)
+    without_tracker = text.replace("          use_te_rng_tracker: true\n", "")
+    assert keys_of(lint(tmp_path, without_tracker), LintKind.CONTRADICTORY) == [("their.yaml:4", "rng.te_rng_tracker")]
 
 
-def test_an_implementation_that_does_not_exist(tmp_path: Path) -> None:
+def test_an_unknown_implementation_is_reported(tmp_path: Path) -> None:
     (remark,) = lint(tmp_path, "cuda_graph_impl: nccl\n")
     assert remark.text.endswith("there are none, local, transformer_engine, full_iteration")
     assert remark.advice == "write one of these"
 
 
-def test_sections_inside_lists(tmp_path: Path) -> None:
+def test_sections_inside_lists_are_checked(tmp_path: Path) -> None:
     text = """\
         stages:
           - model: {hidden_size: 8}
@@ -191,7 +198,7 @@ def test_sections_inside_lists(tmp_path: Path) -> None:
             rng:
               te_rng_tracker: false
     """
-    assert of(lint(tmp_path, text), LintKind.CONTRADICTORY) == [("their.yaml:5", "stages.1.rng.te_rng_tracker")]
+    assert keys_of(lint(tmp_path, text), LintKind.CONTRADICTORY) == [("their.yaml:5", "stages.1.rng.te_rng_tracker")]
 
 
 NEMO = """\
@@ -203,12 +210,12 @@ NEMO = """\
 """
 
 
-def test_a_nemo_config_that_is_right(tmp_path: Path) -> None:
+def test_a_correct_nemo_config_has_no_remarks(tmp_path: Path) -> None:
     assert lint(tmp_path, NEMO) == []
 
 
 @pytest.mark.parametrize(
-    ("change", "kind", "place", "key"),
+    ("change", "kind", "line", "key"),
     [
         (("enabled: true", "enabled: false"), LintKind.CAPTURES_NOTHING, 5, "cuda_graph_impl"),
         (("cuda_graph_impl: local", "enable_cuda_graph: True"), LintKind.CAPTURES_NOTHING, 5, "enable_cuda_graph"),
@@ -218,11 +225,11 @@ def test_a_nemo_config_that_is_right(tmp_path: Path) -> None:
         (("impl: local", "warmup_steps: 3"), LintKind.NO_EFFECT, 5, "cuda_graph_warmup_steps"),
     ],
 )
-def test_a_nemo_config_that_is_wrong(
-    tmp_path: Path, change: tuple[str, str], kind: LintKind, place: int, key: str
+def test_mistakes_in_a_nemo_config_are_reported(
+    tmp_path: Path, change: tuple[str, str], kind: LintKind, line: int, key: str
 ) -> None:
-    found = of(lint(tmp_path, NEMO.replace(*change)), kind)
-    assert found == [(f"their.yaml:{place}", f"policy.megatron_cfg.{key}")]
+    keys = keys_of(lint(tmp_path, NEMO.replace(*change)), kind)
+    assert keys == [(f"their.yaml:{line}", f"policy.megatron_cfg.{key}")]
 
 
 CURRENT, LATER = ("cuda_graph_impl", "cuda_graph_scope"), ("cuda_graph_impl", "cuda_graph_modules")
@@ -230,7 +237,7 @@ CURRENT, LATER = ("cuda_graph_impl", "cuda_graph_scope"), ("cuda_graph_impl", "c
 
 @pytest.mark.parametrize("known", [None, CURRENT, LATER], ids=["none", "0.16.1", "later"])
 @pytest.mark.parametrize(
-    ("graph_keys", "kinds", "advice", "obeyed"),
+    ("graph_keys", "kinds", "advice", "corrected"),
     [
         ("impl: local, cuda_graph_scope: attn", "no effect", "remove it", "impl: local"),
         ("impl: local, cuda_graph_scope: full", "no effect", "remove it", "impl: local"),
@@ -262,38 +269,42 @@ CURRENT, LATER = ("cuda_graph_impl", "cuda_graph_scope"), ("cuda_graph_impl", "c
     ],
 )
 def test_following_the_advice_on_a_nemo_config_leaves_no_remark(
-    tmp_path: Path, known: tuple[str, ...] | None, graph_keys: str, kinds: str, advice: str, obeyed: str
+    tmp_path: Path, known: tuple[str, ...] | None, graph_keys: str, kinds: str, advice: str, corrected: str
 ) -> None:
-    """NeMo-RL passes on `cuda_graph_modules`, under the name that Megatron has for it, but not `cuda_graph_scope`."""
+    """NeMo-RL passes `cuda_graph_modules` on, under Megatron's name for it, but drops `cuda_graph_scope`."""
     text = "policy: {megatron_cfg: {enabled: true, cuda_graph_KEYS}}\n"
     remarks = lint(tmp_path, text.replace("KEYS", graph_keys), known)
     remarks = [remark for remark in remarks if remark.kind not in (LintKind.DEPRECATED, LintKind.UNKNOWN)]
     assert [(remark.kind, remark.advice) for remark in remarks] == [(kinds, advice)]
-    assert lint(tmp_path, text.replace("KEYS", obeyed), known) == []
+    assert lint(tmp_path, text.replace("KEYS", corrected), known) == []
 
 
 def test_a_scope_that_nemo_drops_is_not_reported_as_eager(tmp_path: Path) -> None:
     (remark,) = lint(tmp_path, NEMO + "        cuda_graph_scope: attn\n", CURRENT)
-    assert not remark.is_serious  # the implementation is handed over, so layers are captured
+    assert not remark.is_serious  # the implementation is passed on, so layers are captured
     assert "but not cuda_graph_scope; without it, an implementation captures whole layers" in remark.text
     checkpointing = NEMO.replace("checkpointing: false", "checkpointing: true")
     remarks = lint(tmp_path, checkpointing + "        cuda_graph_scope: full_iteration\n", CURRENT)
-    assert of(remarks, LintKind.CONTRADICTORY) == [("their.yaml:4", "policy.megatron_cfg.activation_checkpointing")]
+    assert keys_of(remarks, LintKind.CONTRADICTORY) == [
+        ("their.yaml:4", "policy.megatron_cfg.activation_checkpointing")
+    ]
 
 
 @pytest.mark.parametrize("flag", ["enable_cuda_graph", "external_cuda_graph"])
-def test_flags_that_nemo_does_not_pass_on(tmp_path: Path, flag: str) -> None:
+def test_flags_that_nemo_drops_are_reported(tmp_path: Path, flag: str) -> None:
     remarks = lint(tmp_path, NEMO.replace("cuda_graph_impl: local", f"{flag}: true"))
     assert [remark.kind for remark in remarks] == [LintKind.DEPRECATED, LintKind.CAPTURES_NOTHING]
-    assert {remark.advice for remark in remarks} == {"write cuda_graph_impl: local"}  # not what captures nothing there
+    assert {remark.advice for remark in remarks} == {
+        "write cuda_graph_impl: local"
+    }  # and not external_cuda_graph, which captures nothing
 
 
-def test_graph_keys_of_dtensor_workers(tmp_path: Path) -> None:
+def test_graph_keys_of_dtensor_workers_capture_nothing(tmp_path: Path) -> None:
     remarks = lint(tmp_path, "policy:\n  dtensor_cfg:\n    cuda_graph_impl: local\n")
-    assert of(remarks, LintKind.CAPTURES_NOTHING) == [("their.yaml:3", "policy.dtensor_cfg.cuda_graph_impl")]
+    assert keys_of(remarks, LintKind.CAPTURES_NOTHING) == [("their.yaml:3", "policy.dtensor_cfg.cuda_graph_impl")]
 
 
-def test_generation_without_managers(tmp_path: Path) -> None:
+def test_graph_keys_of_generation_need_graph_managers(tmp_path: Path) -> None:
     text = """\
         policy:
           megatron_cfg: {enabled: true, cuda_graph_impl: none}
@@ -303,12 +314,12 @@ def test_generation_without_managers(tmp_path: Path) -> None:
               cuda_graph_impl: local
     """
     key = "policy.generation.mcore_generation_config.cuda_graph_impl"
-    assert of(lint(tmp_path, text), LintKind.CAPTURES_NOTHING) == [("their.yaml:6", key)]
+    assert keys_of(lint(tmp_path, text), LintKind.CAPTURES_NOTHING) == [("their.yaml:6", key)]
     assert lint(tmp_path, text.replace("impl: none", "impl: local")) == []
 
 
-def test_keys_are_found_through_defaults_and_interpolations(tmp_path: Path) -> None:
+def test_defaults_and_interpolations_are_resolved(tmp_path: Path) -> None:
     (tmp_path / "base.yaml").write_text("impl: local\nmodel:\n  cuda_graph_impl: ${impl}\n")
     text = "defaults: base.yaml\nmodel:\n  use_te_rng_tracker: False\n"
-    assert of(lint(tmp_path, text), LintKind.CONTRADICTORY) == [("their.yaml:3", "model.use_te_rng_tracker")]
+    assert keys_of(lint(tmp_path, text), LintKind.CONTRADICTORY) == [("their.yaml:3", "model.use_te_rng_tracker")]
     assert lint(tmp_path, text + "impl: none\n") == []

@@ -40,20 +40,20 @@ OFF = {"te_rng_tracker": False, "inference_rng_tracker": False}
     ],
 )  # fmt: skip
 def test_settings_of_a_mapping(cfg: dict[str, Any], impl: str, scope: list[str], rng: dict[str, bool]) -> None:
-    found = graph_overrides(cfg)
-    assert found.rng == rng
-    assert found.transformer == {
+    overrides = graph_overrides(cfg)
+    assert overrides.rng == rng
+    assert overrides.transformer == {
         "cuda_graph_impl": impl,
         "cuda_graph_scope": scope,
         "use_te_rng_tracker": rng["te_rng_tracker"],
         "inference_rng_tracker": rng["inference_rng_tracker"],
     }
-    made = transformer_config(**found.transformer)  # takes them as keyword arguments
-    assert made.cuda_graph_impl == impl
-    assert [member.name for member in made.cuda_graph_scope] == scope
+    config = transformer_config(**overrides.transformer)  # accepts them as keyword arguments
+    assert config.cuda_graph_impl == impl
+    assert [member.name for member in config.cuda_graph_scope] == scope
 
 
-def test_where_settings_are_found() -> None:
+def test_settings_are_found_in_sections_and_namespaces() -> None:
     graphs = {"cuda_graph_impl": "local"}
     expected = graph_overrides(graphs)
     assert graph_overrides({"policy": {"megatron_cfg": graphs}}) == expected
@@ -64,43 +64,43 @@ def test_where_settings_are_found() -> None:
     assert graph_overrides(parsed) == expected
 
 
-def test_a_finished_config_gives_its_own_settings_back() -> None:
+def test_settings_of_a_constructed_config() -> None:
     finished = transformer_config(enable_cuda_graph=True, cuda_graph_scope="attn")
-    assert finished.enable_cuda_graph  # beside cuda_graph_impl, which Megatron itself would refuse
-    found = graph_overrides(finished)
-    assert found.transformer["cuda_graph_impl"] == "local"
-    assert found.transformer["cuda_graph_scope"] == ["attn"]
+    assert finished.enable_cuda_graph  # together with cuda_graph_impl, which the constructor would refuse
+    overrides = graph_overrides(finished)
+    assert overrides.transformer["cuda_graph_impl"] == "local"
+    assert overrides.transformer["cuda_graph_scope"] == ["attn"]
 
 
-def test_applying_to_a_finished_config() -> None:
+def test_apply_to_a_constructed_config() -> None:
     pytest.importorskip("megatron.core")
     from megatron.core.transformer.enums import CudaGraphScope
 
     config, rng = transformer_config(enable_cuda_graph=True), SimpleNamespace(**OFF)
     graph_overrides({"external_cuda_graph": True, "cuda_graph_scope": "attn"}).apply(config, rng)
     assert config.cuda_graph_impl == "transformer_engine"
-    assert config.cuda_graph_scope == [CudaGraphScope.attn]  # a text would be in no scope, silently
+    assert config.cuda_graph_scope == [CudaGraphScope.attn]  # a string would silently match no scope
     assert config.use_te_rng_tracker
     assert vars(rng) == ON
     assert not config.enable_cuda_graph
-    config.__post_init__()  # Megatron's own checks take the result
+    config.__post_init__()  # passes Megatron's own checks
     graph_overrides({"cuda_graph_impl": "none"}).apply(config, rng)
     assert (config.cuda_graph_impl, config.cuda_graph_scope, config.use_te_rng_tracker) == ("none", [], False)
     assert vars(rng) == OFF
 
 
-def test_applying_to_a_config_with_the_later_name() -> None:
+def test_apply_to_a_config_with_cuda_graph_modules() -> None:
     pytest.importorskip("megatron.core")
-    later = SimpleNamespace(
+    config = SimpleNamespace(
         cuda_graph_impl="none", cuda_graph_modules=None, use_te_rng_tracker=False, inference_rng_tracker=False
     )
-    graph_overrides({"cuda_graph_impl": "local", "cuda_graph_scope": "mlp"}).apply(later)
-    assert [member.name for member in later.cuda_graph_modules] == ["mlp"]
-    graph_overrides({"cuda_graph_impl": "local", "cuda_graph_scope": "full_iteration"}).apply(later)
-    assert (later.cuda_graph_impl, later.cuda_graph_modules) == ("full_iteration", [])
+    graph_overrides({"cuda_graph_impl": "local", "cuda_graph_scope": "mlp"}).apply(config)
+    assert [member.name for member in config.cuda_graph_modules] == ["mlp"]
+    graph_overrides({"cuda_graph_impl": "local", "cuda_graph_scope": "full_iteration"}).apply(config)
+    assert (config.cuda_graph_impl, config.cuda_graph_modules) == ("full_iteration", [])
 
 
-def test_nothing_changes_if_a_setting_does_not_fit() -> None:
+def test_a_setting_that_does_not_fit_changes_nothing() -> None:
     config = transformer_config()
     before = dict(vars(config))
     with pytest.warns(UserWarning, match="unknown graph scope vision: passed through"):
@@ -124,7 +124,7 @@ MOE = {"num_moe_experts": 2, "moe_token_dispatcher_type": "allgather", "add_bias
         ({}, {"cuda_graph_scope": "attn,moe_router"}, "moe cuda graph is only supported for MoE"),
     ],
 )
-def test_what_megatron_refuses_at_construction_is_not_applied(
+def test_settings_that_the_constructor_refuses_are_not_applied(
     settings: dict[str, Any], graphs: dict[str, Any], message: str
 ) -> None:
     config, rng = transformer_config(**settings), SimpleNamespace(**OFF)
@@ -138,7 +138,7 @@ def test_what_megatron_refuses_at_construction_is_not_applied(
     assert vars(rng) == OFF
 
 
-def test_what_megatron_makes_of_a_scope_is_applied() -> None:
+def test_the_normalized_scope_is_applied() -> None:
     overrides = graph_overrides({"cuda_graph_impl": "local", "cuda_graph_scope": "moe_router"})
     constructed, config = transformer_config(**MOE, **overrides.transformer), transformer_config(**MOE)
     modules = config.recompute_modules
@@ -148,7 +148,7 @@ def test_what_megatron_makes_of_a_scope_is_applied() -> None:
     assert config.recompute_modules is modules
 
 
-def test_a_config_that_is_wrong_in_another_way_is_not_judged() -> None:
+def test_unrelated_mistakes_of_a_config_are_ignored() -> None:
     config = transformer_config()
     config.tensor_model_parallel_size = 3  # with 2 heads
     with pytest.raises(ValueError, match="must be a multiple of"):
@@ -166,8 +166,8 @@ def test_the_error_lists_all_contradictions() -> None:
 
 
 @pytest.mark.gpu  # a CPU build of PyTorch has no graph-safe generators
-def test_the_tracker_that_these_arguments_make_can_be_captured() -> None:
-    """Without Transformer Engine, te_rng_tracker alone gives a tracker that cannot be captured."""
+def test_the_seed_arguments_give_a_graph_safe_tracker() -> None:
+    """Without Transformer Engine, te_rng_tracker alone gives a tracker that is not graph-safe."""
     pytest.importorskip("megatron.core")
     from megatron.core.tensor_parallel import random
 
@@ -185,8 +185,8 @@ def test_the_tracker_that_these_arguments_make_can_be_captured() -> None:
 
 
 @pytest.mark.gpu
-def test_a_layer_is_built_with_these_settings() -> None:
-    """A graph manager checks the RNG tracker, so this fails if any of the settings is left out."""
+def test_a_layer_can_be_built_with_these_settings() -> None:
+    """A graph manager checks the RNG tracker, so building fails without any one of the settings."""
     pytest.importorskip("megatron.core")
     import torch
     from megatron.core import parallel_state
@@ -200,7 +200,7 @@ def test_a_layer_is_built_with_these_settings() -> None:
         parallel_state.initialize_model_parallel()
         random.model_parallel_cuda_manual_seed(1, force_reset_rng=True, **overrides.seed_arguments)
         config = transformer_config(**overrides.transformer)
-        with torch.cuda.stream(torch.cuda.current_stream()):  # a manager changes the stream for good
+        with torch.cuda.stream(torch.cuda.current_stream()):  # a manager changes the current stream permanently
             layer = build_module(get_gpt_layer_local_spec(), config=config)
         assert layer.cudagraph_manager is not None
     finally:

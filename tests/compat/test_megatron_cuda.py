@@ -1,4 +1,4 @@
-"""Runs the example as users do, with real captures: five rollouts with the repairs, the reported error without."""
+"""The example with real captures: five rollouts with the repairs, the reported error without them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytest.importorskip("megatron.core", reason=REASON)
 ROOT = Path(__file__).parents[2]
 
 
-def start(*arguments: str) -> subprocess.CompletedProcess[str]:
+def run_example(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-W", "ignore", "examples/megatron_repeated_rollouts.py", *arguments]
     paths = os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "PYTHONPATH": paths}
@@ -23,19 +23,19 @@ def start(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("arguments", [[], ["--reset-graphs"]], ids=["graphs kept", "graphs captured anew"])
-def test_five_rollouts_with_the_repairs(arguments: list[str]) -> None:
-    done = start(*arguments)
-    assert done.returncode == 0, done.stderr
-    assert "5 graph managers in the module tree, 82 hook handles" in done.stdout
-    assert done.stdout.count("4 layers replay captured graphs") == 5
-    assert done.stdout.splitlines()[-1].startswith("5 rollouts")
+@pytest.mark.parametrize("arguments", [[], ["--reset-graphs"]], ids=["graphs kept", "graphs captured again"])
+def test_five_rollouts_succeed_with_the_repairs(arguments: list[str]) -> None:
+    completed = run_example(*arguments)
+    assert completed.returncode == 0, completed.stderr
+    assert "5 graph managers in the module tree, 82 hook handles" in completed.stdout
+    assert completed.stdout.count("4 layers replay captured graphs") == 5
+    assert completed.stdout.splitlines()[-1].startswith("5 rollouts")
 
 
 @pytest.mark.gpu
-def test_the_reported_error_without() -> None:
-    done = start("--without-repair")
-    assert done.returncode != 0
-    assert "assert len(self.remove_forward_pre_hook_handles) == 0" in done.stderr
-    assert "AssertionError" in done.stderr
-    assert "rollout 0" not in done.stdout
+def test_the_reported_error_occurs_without_the_repairs() -> None:
+    completed = run_example("--without-repair")
+    assert completed.returncode != 0
+    assert "assert len(self.remove_forward_pre_hook_handles) == 0" in completed.stderr
+    assert "AssertionError" in completed.stderr
+    assert "rollout 0" not in completed.stdout

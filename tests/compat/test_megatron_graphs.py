@@ -1,4 +1,4 @@
-"""Switching, deleting and capturing megatron-core's local graphs: each failure on the real package, then repaired.
+"""Switching, deleting and capturing megatron-core's local graphs: each failure of the real package, and its repair.
 
 `CaptureStandIn` replaces capture itself: it runs the function and records nothing. All other code is Megatron's.
 """
@@ -51,7 +51,7 @@ def toggle(model: nn.Module, to: str, reset: bool = True) -> None:
 
 
 def record_step(ddp: Any) -> int:
-    """Run a training step, and return how many graphs it asks for."""
+    """Run a training step, and return how many graphs it records."""
     compute_gradients(ddp)
     return len(graphs()._CudagraphGlobalRecord.cudagraph_record)
 
@@ -67,7 +67,7 @@ def train_delete_train(ddp: Any) -> int:
     return record_step(ddp)
 
 
-def test_training_is_eager_forever_after_a_deletion_until_repaired() -> None:
+def test_training_stays_eager_after_a_deletion_until_repaired() -> None:
     assert train_delete_train(wrap_ddp(make_gpt())) == 0
     with pytest.MonkeyPatch.context() as monkeypatch:
         reset_graphs(monkeypatch)
@@ -75,12 +75,12 @@ def test_training_is_eager_forever_after_a_deletion_until_repaired() -> None:
         ddp = wrap_ddp(make_gpt())
         assert train_delete_train(ddp) == 8
         runners = [runner for manager in list_managers(ddp.module) for runner in manager.cudagraph_runners]
-        assert len(runners) == 4  # recorded again, not added
+        assert len(runners) == 4  # recorded again, without new runners
         graphs().create_cudagraphs()
         assert all(runner.cudagraph_created and runner.bwd_graph is not None for runner in runners)
 
 
-def test_graphs_switched_off_with_a_reset_and_on_without_are_captured_again() -> None:
+def test_graphs_reset_when_switched_off_are_captured_again() -> None:
     repair()
     ddp = wrap_ddp(make_gpt())
     assert record_step(ddp) == 8
@@ -90,42 +90,42 @@ def test_graphs_switched_off_with_a_reset_and_on_without_are_captured_again() ->
     assert record_step(ddp) == 8
 
 
-def keep_a_runner_for_each_microbatch(ddp: Any) -> None:
+def use_a_runner_per_microbatch(ddp: Any) -> None:
     """As in pipeline parallelism."""
     for manager in list_managers(ddp.module):
         manager.reuse_cudagraphs = False  # type: ignore[assignment]
 
 
-def replays_what_was_captured(ddp: Any) -> bool:
+def has_captured_runners(ddp: Any) -> bool:
     runners = [runner for manager in list_managers(ddp.module) for runner in manager.cudagraph_runners]
     return len(runners) == 4 and all(runner.fwd_graph is not None for runner in runners)
 
 
-def test_deleted_runners_of_single_microbatches_are_not_reused() -> None:
+def test_deleted_runners_of_microbatches_are_not_reused() -> None:
     repair()
     ddp = wrap_ddp(make_gpt())
-    keep_a_runner_for_each_microbatch(ddp)
+    use_a_runner_per_microbatch(ddp)
     assert train_delete_train(ddp) == 8
     graphs().create_cudagraphs()
-    assert replays_what_was_captured(ddp)
+    assert has_captured_runners(ddp)
 
 
-def test_an_engine_that_imported_the_function_by_name_deletes_them_too() -> None:
+def test_the_function_is_repaired_where_an_engine_imported_it() -> None:
     engine = pytest.importorskip("megatron.core.inference.engines.dynamic_engine")
-    before = engine.delete_cuda_graphs
+    original = engine.delete_cuda_graphs
     repair()
-    assert engine.delete_cuda_graphs is graphs().delete_cuda_graphs is not before
+    assert engine.delete_cuda_graphs is graphs().delete_cuda_graphs is not original
     undo()
-    assert engine.delete_cuda_graphs is graphs().delete_cuda_graphs is before
+    assert engine.delete_cuda_graphs is graphs().delete_cuda_graphs is original
 
 
-def test_a_probe_does_not_risk_existing_graphs() -> None:
+def test_a_probe_does_not_touch_existing_graphs() -> None:
     ddp = wrap_ddp(make_gpt())
     record_step(ddp)
     graphs().create_cudagraphs()
-    found = {finding.name: finding for finding in repair()}
-    assert found["deleted-graphs"].state is RepairState.UNKNOWN
-    assert "before the first" in found["deleted-graphs"].reason
+    by_name = {finding.name: finding for finding in repair()}
+    assert by_name["deleted-graphs"].state is RepairState.UNKNOWN
+    assert "before the first" in by_name["deleted-graphs"].reason
     runners = [runner for manager in list_managers(ddp.module) for runner in manager.cudagraph_runners]
     assert all(runner.fwd_graph is not None and runner.cudagraph_created for runner in runners)
     assert graphs()._CudagraphGlobalRecord.cudagraph_created
@@ -134,20 +134,20 @@ def test_a_probe_does_not_risk_existing_graphs() -> None:
 # Switching
 
 
-def test_graphs_kept_while_off_are_the_same_graphs_when_on_again() -> None:
+def test_kept_graphs_return_when_switched_on() -> None:
     repair()
     ddp = wrap_ddp(make_gpt())
     record_step(ddp)
     graphs().create_cudagraphs()
-    before = list_managers(ddp.module)
+    managers = list_managers(ddp.module)
     toggle(ddp.module, "none", reset=False)
     assert list_managers(ddp.module) == []
     toggle(ddp.module, "local", reset=False)
-    assert set(list_managers(ddp.module)) == set(before)
+    assert set(list_managers(ddp.module)) == set(managers)
     assert graphs()._CudagraphGlobalRecord.cudagraph_created
 
 
-def test_graphs_captured_again_and_kept_while_off_are_restored() -> None:
+def test_kept_graphs_of_a_second_capture_return() -> None:
     repair()
     ddp = wrap_ddp(make_gpt())
     toggle(ddp.module, "none")
@@ -157,10 +157,10 @@ def test_graphs_captured_again_and_kept_while_off_are_restored() -> None:
     graphs().create_cudagraphs()
     toggle(ddp.module, "none", reset=False)
     toggle(ddp.module, "local", reset=False)
-    assert set(list_managers(ddp.module)) == set(renewed)  # not those that the model was made with
+    assert set(list_managers(ddp.module)) == set(renewed)  # not those that the model was built with
 
 
-def test_graphs_that_are_on_and_kept_stay_the_ones_that_were_captured() -> None:
+def test_switching_on_again_keeps_captured_graphs() -> None:
     repair()
     ddp = wrap_ddp(make_gpt())
     toggle(ddp.module, "none")
@@ -174,7 +174,7 @@ def test_graphs_that_are_on_and_kept_stay_the_ones_that_were_captured() -> None:
     assert set(ddp.remove_forward_pre_hook_handles) == set(ddp.module.modules())
 
 
-def test_graphs_switched_off_under_the_repair_can_be_switched_on_after_undo() -> None:
+def test_graphs_switched_off_when_repaired_switch_on_after_undo() -> None:
     repair()
     ddp = wrap_ddp(make_gpt())
     toggle(ddp.module, "none")
@@ -188,7 +188,7 @@ def test_graphs_switched_off_under_the_repair_can_be_switched_on_after_undo() ->
     assert set(list_managers(ddp.module)) == set(renewed)
 
 
-def test_hooks_made_under_the_repair_can_be_switched_after_undo() -> None:
+def test_hooks_registered_when_repaired_switch_after_undo() -> None:
     repair()
     ddps = [wrap_ddp(make_gpt()), wrap_ddp(make_gpt())]
     toggle(ddps[0].module, "none")
@@ -201,15 +201,15 @@ def test_hooks_made_under_the_repair_can_be_switched_after_undo() -> None:
 
 
 @pytest.mark.parametrize("on", [True, False])
-@pytest.mark.parametrize("fails", ["an unknown word", "a random number tracker that captures nothing"])
-def test_a_switch_that_fails_leaves_managers_where_they_were(on: bool, fails: str) -> None:
+@pytest.mark.parametrize("fails", ["an unknown word", "an RNG tracker that is not graph-safe"])
+def test_a_failed_switch_leaves_managers_in_place(on: bool, fails: str) -> None:
     from megatron.core.tensor_parallel.random import initialize_rng_tracker
 
     repair()
     ddp = wrap_ddp(make_gpt())
     if not on:
         toggle(ddp.module, "none")
-    before = list_managers(ddp.module)
+    managers = list_managers(ddp.module)
     if fails == "an unknown word":
         with pytest.raises(AssertionError, match="Invalid CUDA graph implementation: transformer_engine"):
             toggle(ddp.module, "transformer_engine")
@@ -218,7 +218,7 @@ def test_a_switch_that_fails_leaves_managers_where_they_were(on: bool, fails: st
         with pytest.raises(AssertionError, match="RNG tracker does not support cudagraphs!"):
             toggle(ddp.module, "local")
         initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
-    assert set(list_managers(ddp.module)) == set(before)
+    assert set(list_managers(ddp.module)) == set(managers)
     assert set(ddp.remove_forward_pre_hook_handles) == set(ddp.module.modules())
     toggle(ddp.module, "local", reset=False)
     assert len(list_managers(ddp.module)) == 5
@@ -232,7 +232,7 @@ def capture_then_renew(ddp: Any) -> int:
     return record_step(ddp)
 
 
-def test_new_managers_are_not_asked_for_the_old_graphs() -> None:
+def test_new_managers_do_not_look_for_old_graphs() -> None:
     with pytest.raises(AssertionError, match="no matching cudagraph runners were found"):
         capture_then_renew(wrap_ddp(make_gpt()))
     with pytest.MonkeyPatch.context() as monkeypatch:
@@ -241,19 +241,19 @@ def test_new_managers_are_not_asked_for_the_old_graphs() -> None:
         assert capture_then_renew(wrap_ddp(make_gpt())) == 8
 
 
-def test_another_model_at_the_address_of_a_dead_one_is_switched() -> None:
+def test_a_model_at_the_address_of_a_freed_one_is_switched() -> None:
     from megatron.core.transformer import utils
 
-    def switch_at_the_address_of_another() -> int:
-        dead, model = make_gpt(), make_gpt()
-        toggle(dead, "none", reset=False)
-        utils.cuda_graph_attr_cache[id(model)] = utils.cuda_graph_attr_cache.pop(id(dead))  # as if it were freed
+    def switch_at_a_reused_address() -> int:
+        first, model = make_gpt(), make_gpt()
+        toggle(first, "none", reset=False)
+        utils.cuda_graph_attr_cache[id(model)] = utils.cuda_graph_attr_cache.pop(id(first))  # as if it were freed
         toggle(model, "none", reset=False)
         return len(list_managers(model))
 
-    assert switch_at_the_address_of_another() == 5
+    assert switch_at_a_reused_address() == 5
     repair()
-    assert switch_at_the_address_of_another() == 0
+    assert switch_at_a_reused_address() == 0
 
 
 def make_moe(impl: str = "local") -> nn.Module:
@@ -272,7 +272,7 @@ def make_moe(impl: str = "local") -> nn.Module:
 def test_layers_with_several_managers_generate_after_switching_off(monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron.core.transformer.moe import moe_utils
 
-    if not hasattr(moe_utils, "te_general_gemm"):  # 0.16.1 forgets to define it without Transformer Engine
+    if not hasattr(moe_utils, "te_general_gemm"):  # 0.16.1 does not define it without Transformer Engine
         monkeypatch.setattr(moe_utils, "te_general_gemm", None, raising=False)
 
     def generate(model: nn.Module) -> Tensor:
@@ -281,7 +281,7 @@ def test_layers_with_several_managers_generate_after_switching_off(monkeypatch: 
         return layer._forward_mlp(x, inference_context=object())
 
     model = make_moe()
-    model.decoder.layers[0].mlp.fwd_execution_map = "postprocess"  # where a run leaves it
+    model.decoder.layers[0].mlp.fwd_execution_map = "postprocess"  # as a partial run leaves it
     assert len(list_managers(model)) == 1 + 2 * 4
     toggle(model, "none")
     assert len(list_managers(model)) == 2 * 4
@@ -295,12 +295,12 @@ def test_layers_with_several_managers_generate_after_switching_off(monkeypatch: 
 
 
 @pytest.mark.parametrize("reset", [True, False])
-def test_layers_with_several_managers_come_back_as_they_were(reset: bool) -> None:
+def test_layers_with_several_managers_are_restored(reset: bool) -> None:
     repair()
     model = make_moe()
     layer: Any = model.decoder.layers[0]
     router, wrapper = layer.cudagraph_manager_router, layer._forward_mlp_router
-    layer.mlp.fwd_execution_map = "postprocess"  # where a run in parts leaves it
+    layer.mlp.fwd_execution_map = "postprocess"  # as a partial run leaves it
     toggle(model, "none", reset)
     assert layer._forward_mlp_router.__func__ is type(layer)._forward_mlp_router
     assert layer.mlp.fwd_execution_map == ["route", "expert_compute", "postprocess"]
@@ -309,7 +309,7 @@ def test_layers_with_several_managers_come_back_as_they_were(reset: bool) -> Non
     assert layer.use_partial_cudagraphs
     assert (layer.cudagraph_manager_router is router) is not reset
     assert (layer._forward_mlp_router is wrapper) is not reset
-    assert layer.cudagraph_manager_router.func == router.func  # the layer's own function, wrapped once
+    assert layer.cudagraph_manager_router.func == router.func  # the layer's function, wrapped only once
 
 
 @pytest.mark.parametrize("reset", [True, False])
@@ -320,7 +320,7 @@ def test_layers_with_several_managers_are_whole_after_undo(reset: bool) -> None:
     router, wrapper = layer.cudagraph_manager_router, layer._forward_mlp_router
     toggle(ddp.module, "none", reset)
     undo()
-    assert len(list_managers(ddp.module)) == 2 * 4  # as theirs leaves them
+    assert len(list_managers(ddp.module)) == 2 * 4  # as Megatron's code leaves them
     toggle(ddp.module, "local", reset)
     assert len(list_managers(ddp.module)) == 1 + 2 * 4
     assert layer.use_partial_cudagraphs
@@ -328,7 +328,7 @@ def test_layers_with_several_managers_are_whole_after_undo(reset: bool) -> None:
     assert not any("rollgraph" in name for module in ddp.modules() for name in vars(module))
 
 
-def test_hooks_are_on_what_undo_puts_back() -> None:
+def test_modules_that_undo_restores_have_hooks() -> None:
     repair()
     ddp = wrap_ddp(make_moe())
     toggle(ddp.module, "none")
@@ -337,7 +337,7 @@ def test_hooks_are_on_what_undo_puts_back() -> None:
     ddp.disable_forward_pre_hook()
 
 
-def test_hooks_stay_off_where_they_were_off() -> None:
+def test_disabled_hooks_stay_disabled() -> None:
     repair()
     ddp = wrap_ddp(make_gpt())
     ddp.disable_forward_pre_hook()
@@ -349,7 +349,7 @@ def test_hooks_stay_off_where_they_were_off() -> None:
     assert len(list_managers(ddp)) == 5
 
 
-def test_after_switching_unrepaired_code_can_disable_hooks() -> None:
+def test_unrepaired_code_can_disable_hooks_after_a_switch() -> None:
     GRAPH_SWITCH.apply()
     try:
         ddp = wrap_ddp(make_gpt())
@@ -361,7 +361,7 @@ def test_after_switching_unrepaired_code_can_disable_hooks() -> None:
         GRAPH_SWITCH.undo()
 
 
-# A capture that fails
+# Failing captures
 
 
 class OutOfMemory(Exception):
@@ -369,18 +369,18 @@ class OutOfMemory(Exception):
 
 
 def fail_a_capture(ddp: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The third graph cannot be made, while the output of the second waits to become its input."""
-    make, attempts = graphs().torch.cuda.CUDAGraph, []
+    """Fail at the third graph, while the output of the second waits to become its input."""
+    create_graph, attempts = graphs().torch.cuda.CUDAGraph, []
 
-    def make_two() -> Any:
+    def create_two_graphs() -> Any:
         attempts.append(1)
         if len(attempts) == 3:
             raise OutOfMemory
-        return make()
+        return create_graph()
 
     record_step(ddp)
     with monkeypatch.context() as patched:
-        patched.setattr(graphs().torch.cuda, "CUDAGraph", make_two, raising=False)
+        patched.setattr(graphs().torch.cuda, "CUDAGraph", create_two_graphs, raising=False)
         with pytest.raises(OutOfMemory):
             graphs().create_cudagraphs()
 
@@ -400,7 +400,7 @@ def test_a_failed_capture_stops_gradients_until_repaired(monkeypatch: pytest.Mon
     assert not gradients_arrive(ddp)
 
 
-def test_after_a_failed_capture_training_goes_on_and_captures(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_continues_and_captures_after_a_failed_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     repair()
     ddp = wrap_ddp(make_gpt())
     fail_a_capture(ddp, monkeypatch)
@@ -415,48 +415,48 @@ def test_after_a_failed_capture_training_goes_on_and_captures(monkeypatch: pytes
     assert all(runner.fwd_graph is not None and runner.bwd_graph is not None for runner in runners)
 
 
-def test_with_a_runner_for_each_microbatch_a_failed_capture_leaves_none_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_capture_leaves_no_runners_of_microbatches(monkeypatch: pytest.MonkeyPatch) -> None:
     repair()
     ddp = wrap_ddp(make_gpt())
-    keep_a_runner_for_each_microbatch(ddp)
+    use_a_runner_per_microbatch(ddp)
     fail_a_capture(ddp, monkeypatch)
     assert record_step(ddp) == 8
     graphs().create_cudagraphs()
-    assert replays_what_was_captured(ddp)
+    assert has_captured_runners(ddp)
 
 
 def test_the_warm_up_flag_ends_with_the_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     class Spy(type(graphs().torch.cuda).graph):  # type: ignore[misc]
         def __enter__(self) -> None:
-            inside.append(graphs().is_graph_warmup())
+            warm_up_flags.append(graphs().is_graph_warmup())
 
-    inside: list[bool] = []
+    warm_up_flags: list[bool] = []
     monkeypatch.setattr(graphs().torch.cuda, "graph", Spy, raising=False)
 
     def warm_up_after_a_capture() -> bool:
-        inside.clear()
+        warm_up_flags.clear()
         record_step(wrap_ddp(make_gpt()))
         graphs().create_cudagraphs()
         return graphs().is_graph_warmup()
 
     assert warm_up_after_a_capture()
-    assert inside == [True] * 8
+    assert warm_up_flags == [True] * 8
     with pytest.MonkeyPatch.context() as patched:
         reset_graphs(patched)
         repair()
         assert not warm_up_after_a_capture()
-        assert inside == [True] * 4 + [False] * 4  # theirs in forward captures; see the next
+        assert warm_up_flags == [True] * 4 + [False] * 4  # still set in forward captures; the next test shows why
 
 
-def test_no_parameter_of_a_captured_layer_loses_its_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Norms are recomputed only outside of captures: inside, that would hide them from the backward graph."""
+def test_all_parameters_of_a_captured_layer_have_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Norms are recomputed only outside of captures. Inside, recomputing would hide them from the backward graph."""
     from megatron.core.tensor_parallel import random
 
-    for name in ("_get_all_rng_states", "_set_all_rng_states"):  # which need a device
+    for name in ("_get_all_rng_states", "_set_all_rng_states"):  # these need a device
         monkeypatch.setattr(random, name, lambda *states: ())
     monkeypatch.setattr(random, "_fork_rng", nullcontext)
-    make = random.CheckpointWithoutOutput.__init__
-    monkeypatch.setattr(random.CheckpointWithoutOutput, "__init__", lambda self, fp8=None: make(self, fp8=None))
+    original = random.CheckpointWithoutOutput.__init__
+    monkeypatch.setattr(random.CheckpointWithoutOutput, "__init__", lambda self, fp8=None: original(self, fp8=None))
     repair()
     ddp = wrap_ddp(make_gpt(recompute_granularity="selective", recompute_modules=["layernorm"]))
     record_step(ddp)
@@ -480,7 +480,7 @@ def test_a_failed_capture_by_transformer_engine_leaves_no_flag() -> None:
     assert not graphs().is_graph_capturing()
 
 
-def test_a_refusal_without_a_capture_keeps_the_record(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refusal_before_any_capture_keeps_the_record(monkeypatch: pytest.MonkeyPatch) -> None:
     repair()
     record = graphs()._CudagraphGlobalRecord
     monkeypatch.setattr(record, "cudagraph_created", True)
@@ -503,7 +503,7 @@ def te_weak_reference_stand_in(tensor: Tensor) -> Tensor:
 
 
 class Memory(np.ndarray):
-    """Memory that can be weakly referenced, so that a test sees when it is freed."""
+    """Memory with weak references, so that a test can see when it is freed."""
 
 
 @pytest.fixture
@@ -516,25 +516,25 @@ def weak_references(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphs(), "FP8GlobalStateManager", off, raising=False)
 
 
-def capture_and_move_weights(then: Callable[[nn.Module], None] = lambda model: None) -> tuple[bool, Any]:
-    """Whether the memory that the last layer's graphs were captured with survives a move of the weights."""
+def capture_and_move_weights(before_move: Callable[[nn.Module], None] = lambda model: None) -> tuple[bool, Any]:
+    """Whether memory that the last layer's graphs read stays allocated when its weight moves."""
     model = make_gpt()
     weight = model.decoder.layers[-1].mlp.linear_fc2.weight
     memory = weight.detach().numpy().copy().view(Memory)
     weight.data = torch.from_numpy(memory)
-    ended = weakref.ref(memory)
+    memory_reference = weakref.ref(memory)
     del memory
     with torch.enable_grad():
         model(**make_batch()).mean().backward()
     graphs().create_cudagraphs()
-    then(model)
+    before_move(model)
     weight.data = weight.data.clone()
     gc.collect()
-    return ended() is not None, model
+    return memory_reference() is not None, model
 
 
 @pytest.mark.usefixtures("weak_references")
-def test_the_memory_of_weights_is_freed_under_a_graph_until_repaired() -> None:
+def test_weights_that_a_graph_reads_are_freed_until_repaired() -> None:
     alive, _ = capture_and_move_weights()
     assert not alive
     with pytest.MonkeyPatch.context() as monkeypatch:
@@ -547,17 +547,17 @@ def test_the_memory_of_weights_is_freed_under_a_graph_until_repaired() -> None:
             runner = list_managers(model)[-1].cudagraph_runners[0]
             owned = {tensor.data_ptr() for tensor in runner.fwd_graph_output_surface}
             held = {tensor.data_ptr() for tensor in runner.fwd_graph._rollgraph_held_inputs}
-            assert not held & owned  # what the graph's pool owns may still be reused
+            assert not held & owned  # memory of the graph's pool may still be reused
         finally:
             INPUT_SURFACE.undo()
     assert INPUT_SURFACE.probe().state is RepairState.AFFECTED
 
 
 @pytest.mark.usefixtures("weak_references")
-@pytest.mark.parametrize("deletes", ["the function", "a switch with a reset"])
-def test_what_deleted_graphs_read_is_not_held(deletes: str) -> None:
+@pytest.mark.parametrize("deleted_by", ["the function", "a switch with a reset"])
+def test_inputs_of_deleted_graphs_are_freed(deleted_by: str) -> None:
     assert INPUT_SURFACE.name in {finding.name for finding in repair() if finding.state is RepairState.REPAIRED}
-    by_function = deletes == "the function"
+    by_function = deleted_by == "the function"
     alive, model = capture_and_move_weights(
         lambda model: graphs().delete_cuda_graphs() if by_function else toggle(model, "none")
     )
@@ -565,8 +565,8 @@ def test_what_deleted_graphs_read_is_not_held(deletes: str) -> None:
     assert model is not None
 
 
-def test_without_transformer_engine_there_is_nothing_to_repair() -> None:
-    found = {finding.name: finding for finding in findings()}
-    assert found["input-surfaces"].state is RepairState.CLEAR
+def test_input_surfaces_are_healthy_without_transformer_engine() -> None:
+    by_name = {finding.name: finding for finding in findings()}
+    assert by_name["input-surfaces"].state is RepairState.CLEAR
     repair()
     assert not INPUT_SURFACE.is_active

@@ -1,4 +1,4 @@
-"""DDP's forward pre-hooks while graph managers come and go, on the real package: as reported, and repaired."""
+"""DDP's forward pre-hooks while graphs are switched, on the real package: the reported failure, and its repair."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytest.importorskip("megatron.core", reason=REASON)
 pytestmark = [pytest.mark.usefixtures("unrepaired", "one_rank"), pytest.mark.filterwarnings("ignore")]
 
 
-def test_the_reported_failure() -> None:
+def test_the_reported_failure_occurs() -> None:
     model = make_gpt()
     ddp = wrap_ddp(model)
     assert len(list_managers(model)) == 5
@@ -41,7 +41,7 @@ def test_the_reported_failure() -> None:
 
 
 @pytest.mark.parametrize("when", ["before the model is made", "after it failed"])
-def test_the_reported_failure_repaired(when: str) -> None:
+def test_hooks_switch_with_graphs_when_repaired(when: str) -> None:
     if when == "before the model is made":
         repair()
     model = make_gpt()
@@ -62,7 +62,7 @@ def test_the_reported_failure_repaired(when: str) -> None:
         assert len(list_managers(model)) == (5 if to == "local" else 0)
 
 
-def test_undo_brings_the_failure_back() -> None:
+def test_undo_restores_the_failure() -> None:
     ddp = wrap_ddp(make_gpt())
     repair()
     ddp.disable_forward_pre_hook()
@@ -72,7 +72,7 @@ def test_undo_brings_the_failure_back() -> None:
         ddp.disable_forward_pre_hook()
 
 
-def test_a_module_that_left_the_tree_keeps_no_hook() -> None:
+def test_a_removed_module_has_no_hook() -> None:
     repair()
     ddp = wrap_ddp(make_gpt("none"))
     layer = ddp.module.decoder.layers[-1]
@@ -82,8 +82,8 @@ def test_a_module_that_left_the_tree_keeps_no_hook() -> None:
     assert set(ddp.remove_forward_pre_hook_handles) == set(ddp.module.modules())
 
 
-@pytest.mark.parametrize("pauses", ["a switch", "reference weights", "a train()"])
-def test_hooks_of_others_stay_before_and_behind(pauses: str) -> None:
+@pytest.mark.parametrize("paused_by", ["a switch", "reference weights", "a train()"])
+def test_the_order_of_foreign_hooks_is_kept(paused_by: str) -> None:
     """A hook that other code registered after the DDP's still sees gathered parameters."""
     repair()
     model = make_gpt()
@@ -95,9 +95,9 @@ def test_hooks_of_others_stay_before_and_behind(pauses: str) -> None:
     linear.register_forward_pre_hook(before)
     ddp = wrap_ddp(model)
     linear.register_forward_pre_hook(behind)
-    if pauses == "a switch":
+    if paused_by == "a switch":
         toggle(model, "none")
-    elif pauses == "reference weights":
+    elif paused_by == "reference weights":
         with reference_weights(ddp, make_gpt("none").state_dict()):
             pass
     else:
@@ -107,7 +107,7 @@ def test_hooks_of_others_stay_before_and_behind(pauses: str) -> None:
     assert names == ["before", "hook", "behind"]
 
 
-def test_without_overlap_there_are_still_no_hooks_to_switch() -> None:
+def test_without_overlap_switching_hooks_still_raises() -> None:
     ddp = wrap_ddp(make_gpt("none"), overlap_param_gather=False)
     repair()
     with pytest.raises(AssertionError):
@@ -116,5 +116,5 @@ def test_without_overlap_there_are_still_no_hooks_to_switch() -> None:
         ddp.enable_forward_pre_hook()
 
 
-def test_with_healthy_use_results_are_the_same_bit_for_bit() -> None:
+def test_the_repair_changes_no_bit_of_healthy_use() -> None:
     assert repair_changes_no_bit()

@@ -1,4 +1,4 @@
-"""Training loops around megatron-core: a one-shot train() once per rollout, and reference weights in place."""
+"""Training loops around megatron-core: calling a one-shot train() for each rollout, and in-place reference weights."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from tests.compat.megatron_world import (
 pytest.importorskip("megatron.core", reason=REASON)
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("unrepaired", "one_rank"), pytest.mark.filterwarnings("ignore")]
 
-PLANTED = ("no_sync_func", "grad_sync_func", "param_sync_func", "finalize_model_grads_func")
+CONFIG_FUNCTIONS = ("no_sync_func", "grad_sync_func", "param_sync_func", "finalize_model_grads_func")
 
 
 def one_shot_train(model: list[Any], config: Any, seeds: Iterable[int], fail_at: int | None = None) -> None:
-    """Replaces the train() of Megatron-LM and slime: small, but with the same expectations and the same leftovers.
+    """A small copy of the train() of Megatron-LM and slime, with the same assertions and the same leftovers.
 
-    It expects no `no_sync_func`, puts functions into the config, disables hooks for the first step, enables them for
-    the others, and disables them at the end.
+    It asserts that there is no `no_sync_func`, sets functions of the config, disables hooks for the first step, enables
+    them for the others, and disables them at the end.
     """
     assert config.no_sync_func is None, "a custom no_sync_func is not supported when overlapping grad-reduce"
     config.no_sync_func = [chunk.no_sync for chunk in model]
@@ -68,18 +68,18 @@ def finish_gradients(model: list[Any]) -> None:
         chunk.finish_grad_sync()
 
 
-def test_a_second_train_fails_as_reported() -> None:
+def test_a_second_train_fails_without_repair() -> None:
     ddp = wrap_ddp(make_gpt("none"))
     one_shot_train([ddp], ddp.config, [0, 1])
     with pytest.raises(AssertionError, match="a custom no_sync_func is not supported"):
         one_shot_train([ddp], ddp.config, [2])
-    ddp.config.no_sync_func = None  # the work-around people try first
+    ddp.config.no_sync_func = None  # the first workaround that people try
     with pytest.raises(KeyError):
         one_shot_train([ddp], ddp.config, [2])
 
 
 @pytest.mark.parametrize("repaired", [True, False])
-def test_once_per_rollout_is_the_same_as_once(repaired: bool) -> None:
+def test_train_per_rollout_equals_one_long_train(repaired: bool) -> None:
     once = wrap_ddp(make_gpt("none"))
     one_shot_train([once], once.config, range(6))
     if repaired:
@@ -88,18 +88,18 @@ def test_once_per_rollout_is_the_same_as_once(repaired: bool) -> None:
     for rollout in range(3):
         with repeatable_train([ddp], ddp.config):
             one_shot_train([ddp], ddp.config, [2 * rollout, 2 * rollout + 1])
-    expected, found = copy_weights(once), copy_weights(ddp)
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    expected, actual = copy_weights(once), copy_weights(ddp)
+    assert all(torch.equal(expected[name], actual[name]) for name in expected)
 
 
 @pytest.mark.parametrize("enabled", [True, False])
 @pytest.mark.parametrize("fail_at", [None, 0, 1])
-def test_config_and_hooks_are_afterwards_what_they_were(enabled: bool, fail_at: int | None) -> None:
+def test_config_and_hooks_are_restored(enabled: bool, fail_at: int | None) -> None:
     ddp = wrap_ddp(make_gpt("none"))
     if not enabled:
         ddp.disable_forward_pre_hook()
-    own = {name: object() for name in PLANTED}
-    for name, value in own.items():
+    functions = {name: object() for name in CONFIG_FUNCTIONS}
+    for name, value in functions.items():
         setattr(ddp.config, name, value)
     for _ in range(2):
         try:
@@ -107,7 +107,7 @@ def test_config_and_hooks_are_afterwards_what_they_were(enabled: bool, fail_at: 
                 one_shot_train([ddp], ddp.config, [0, 1], fail_at)
         except RuntimeError:
             assert fail_at is not None
-        assert {name: getattr(ddp.config, name) for name in PLANTED} == own
+        assert {name: getattr(ddp.config, name) for name in CONFIG_FUNCTIONS} == functions
         assert set(ddp.remove_forward_pre_hook_handles) == (set(ddp.module.modules()) if enabled else set())
         assert sum(len(module._forward_pre_hooks) for module in ddp.module.modules()) == len(
             ddp.remove_forward_pre_hook_handles
@@ -115,25 +115,25 @@ def test_config_and_hooks_are_afterwards_what_they_were(enabled: bool, fail_at: 
         assert "disable_forward_pre_hook" not in vars(ddp)
 
 
-@pytest.mark.parametrize("inside", ["the model", "a layer"])
-def test_a_module_inside_of_a_ddp_whose_hooks_are_off(inside: str) -> None:
+@pytest.mark.parametrize("entered", ["the model", "a layer"])
+def test_a_module_inside_a_ddp_with_disabled_hooks(entered: str) -> None:
     ddp, other = wrap_ddp(make_gpt("none")), wrap_ddp(make_gpt("none"))
     ddp.disable_forward_pre_hook()
-    with repeatable_train(ddp.module if inside == "the model" else ddp.module.decoder.layers[1], ddp.config):
+    with repeatable_train(ddp.module if entered == "the model" else ddp.module.decoder.layers[1], ddp.config):
         one_shot_train([ddp], ddp.config, [0, 1])
         assert "disable_forward_pre_hook" not in vars(other)
     assert not ddp.remove_forward_pre_hook_handles
 
 
-@pytest.mark.parametrize(("enabled", "fail_at", "noted"), [(False, 1, True), (False, 0, False), (True, 1, False)])
-def test_after_a_failure_a_note_says_that_nothing_was_gathered(enabled: bool, fail_at: int, noted: bool) -> None:
+@pytest.mark.parametrize(("enabled", "fail_at", "has_note"), [(False, 1, True), (False, 0, False), (True, 1, False)])
+def test_a_failure_has_a_note_if_parameters_were_not_gathered(enabled: bool, fail_at: int, has_note: bool) -> None:
     ddp = wrap_ddp(make_gpt("none"))
     if not enabled:
         ddp.disable_forward_pre_hook()
     with pytest.raises(RuntimeError, match="a step failed") as raised, repeatable_train(ddp, ddp.config):
         one_shot_train([ddp], ddp.config, [0, 1], fail_at)
     notes = getattr(raised.value, "__notes__", [])
-    assert [("start_param_sync(force_sync=True)" in note) for note in notes] == [True] * noted
+    assert [("start_param_sync(force_sync=True)" in note) for note in notes] == [True] * has_note
 
 
 def test_without_hooks_only_the_config_is_restored() -> None:
@@ -146,7 +146,7 @@ def test_without_hooks_only_the_config_is_restored() -> None:
     assert ddp.config.no_sync_func is None
 
 
-def test_attributes_that_the_config_lacked_are_removed_again() -> None:
+def test_attributes_added_to_the_config_are_removed() -> None:
     ddp, config = wrap_ddp(make_gpt("none")), SimpleNamespace(no_sync_func=1)
     with repeatable_train(ddp, config):
         assert config.no_sync_func is None
@@ -154,7 +154,7 @@ def test_attributes_that_the_config_lacked_are_removed_again() -> None:
     assert vars(config) == {"no_sync_func": 1}
 
 
-def test_methods_that_a_subclass_overrides_are_still_called() -> None:
+def test_overridden_methods_are_still_called() -> None:
     from megatron.core.distributed import DistributedDataParallel
 
     class Counting(DistributedDataParallel):
@@ -174,13 +174,13 @@ def test_methods_that_a_subclass_overrides_are_still_called() -> None:
 # Reference weights
 
 
-def test_the_model_scores_with_the_reference_and_is_itself_again() -> None:
+def test_the_model_scores_with_the_reference_and_is_restored() -> None:
     reference = make_reference()
     expected = make_gpt("none")
     expected.load_state_dict(reference)
     ddp = wrap_ddp(make_gpt("none"))
     policy, addresses = copy_weights(ddp), [parameter.data_ptr() for parameter in ddp.parameters()]
-    own = score(ddp)
+    policy_scores = score(ddp)
     with reference_weights(ddp, reference):
         assert torch.equal(score(ddp), score(expected))
         assert [parameter.data_ptr() for parameter in ddp.parameters()] == addresses
@@ -188,11 +188,11 @@ def test_the_model_scores_with_the_reference_and_is_itself_again() -> None:
     assert all(torch.equal(policy[name], tensor) for name, tensor in ddp.named_parameters())
     assert [parameter.data_ptr() for parameter in ddp.parameters()] == addresses
     assert set(ddp.remove_forward_pre_hook_handles) == set(ddp.module.modules())
-    assert torch.equal(score(ddp), own)
-    assert not torch.equal(own, score(expected))
+    assert torch.equal(score(ddp), policy_scores)
+    assert not torch.equal(policy_scores, score(expected))
 
 
-def test_a_model_inside_of_its_ddp_is_swapped_without_its_hooks_too() -> None:
+def test_hooks_are_off_when_the_model_inside_a_ddp_is_swapped() -> None:
     ddp, reference = wrap_ddp(make_gpt("none")), make_reference()
     with reference_weights(ddp.module, reference):
         assert not any(module._forward_pre_hooks for module in ddp.modules())
@@ -204,42 +204,42 @@ def clone(weights: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("wrapped", [True, False])
-def test_weights_that_are_the_models_own_are_refused(wrapped: bool) -> None:
+def test_weights_that_share_memory_with_the_model_are_refused(wrapped: bool) -> None:
     model = wrap_ddp(make_gpt("none")) if wrapped else make_gpt("none")
     reference = model.state_dict()
     with pytest.raises(ValueError, match=r"are the model's own memory.*clone"), reference_weights(model, reference):
         pytest.fail("entered")
-    one = {**clone(reference), "decoder.final_layernorm.bias": reference["decoder.final_layernorm.bias"]}
-    with pytest.raises(ValueError, match=r"^decoder.final_layernorm.bias and 0 more"), reference_weights(model, one):
+    mixed = {**clone(reference), "decoder.final_layernorm.bias": reference["decoder.final_layernorm.bias"]}
+    with pytest.raises(ValueError, match=r"^decoder.final_layernorm.bias and 0 more"), reference_weights(model, mixed):
         pytest.fail("entered")
     with reference_weights(model, clone(reference)):
         pass
 
 
-def test_frozen_weights_may_be_the_models_own() -> None:
+def test_frozen_weights_may_share_memory_with_the_model() -> None:
     model = torch.nn.Linear(2, 2)
     model.weight.requires_grad_(False)
     with reference_weights(model, {"weight": model.weight.detach(), "bias": torch.ones(2)}):
         assert model.bias.eq(1).all()
 
 
-def test_entries_that_are_not_tensors_are_left_alone() -> None:
-    class Noted(torch.nn.Linear):
+def test_entries_other_than_tensors_are_ignored() -> None:
+    class WithExtras(torch.nn.Linear):
         def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
             return {**super().state_dict(*args, **kwargs), "note": b"of the checkpoint", "a._extra_state": None}
 
-    model = Noted(2, 2)
+    model = WithExtras(2, 2)
     with reference_weights(model, {**clone(model.state_dict()), "weight": torch.ones(2, 2), "note": b"another"}):
         assert model.weight.eq(1).all()
     assert not model.weight.eq(1).all()
 
 
-def test_chunks_that_are_not_wrapped() -> None:
+def test_model_chunks_without_ddp_are_swapped() -> None:
     chunks = [make_gpt("none"), make_gpt("none")]
-    own = [copy_weights(chunk) for chunk in chunks]
+    policies = [copy_weights(chunk) for chunk in chunks]
     with reference_weights(chunks, [make_reference(1), make_reference(2)]):
         assert not torch.equal(score(chunks[0]), score(chunks[1]))
-    for chunk, before in zip(chunks, own, strict=True):
+    for chunk, before in zip(chunks, policies, strict=True):
         assert all(torch.equal(before[name], tensor) for name, tensor in chunk.named_parameters())
     with (
         pytest.raises(ValueError, match="1 state dicts for 2 model chunks"),
@@ -267,13 +267,13 @@ def test_an_exception_restores_weights_and_hooks(enabled: bool) -> None:
 
 def test_contexts_nest() -> None:
     ddp = wrap_ddp(make_gpt("none"))
-    own = score(ddp)
+    policy_scores = score(ddp)
     with reference_weights(ddp, make_reference(1)):
         outer = score(ddp)
         with reference_weights(ddp, make_reference(2)):
             assert not torch.equal(score(ddp), outer)
         assert torch.equal(score(ddp), outer)
-    assert torch.equal(score(ddp), own)
+    assert torch.equal(score(ddp), policy_scores)
 
 
 @pytest.mark.parametrize(
@@ -286,7 +286,7 @@ def test_contexts_nest() -> None:
         (lambda d: d.update({"decoder.final_layernorm.bias": None}), TypeError, "bias is a NoneType in the state dict"),
     ],
 )
-def test_weights_that_do_not_fit_change_nothing(change: Any, error: type[Exception], message: str) -> None:
+def test_a_wrong_state_dict_changes_nothing(change: Any, error: type[Exception], message: str) -> None:
     ddp, reference = wrap_ddp(make_gpt("none")), make_reference()
     change(reference)
     policy = copy_weights(ddp)

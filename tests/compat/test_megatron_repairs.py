@@ -1,4 +1,4 @@
-"""What holds for every repair: found, applied once, undone, and no change to healthy or unknown code."""
+"""Rules for every repair: it is applied once, can be undone, and leaves healthy or unknown code alone."""
 
 from __future__ import annotations
 
@@ -54,15 +54,15 @@ def states() -> dict[str, RepairState]:
 
 def snapshot() -> dict[tuple[str, str], Any]:
     """Every name in every loaded megatron module, and every attribute of its classes."""
-    seen = {}
+    values = {}
     for module in [m for name, m in sys.modules.items() if name.startswith("megatron.") and m is not None]:
         for name, value in vars(module).items():
-            seen[module.__name__, name] = value
+            values[module.__name__, name] = value
             if isinstance(value, type) and value.__module__.startswith("megatron."):
-                seen.update(
+                values.update(
                     {(f"{value.__module__}.{value.__qualname__}", key): inner for key, inner in vars(value).items()}
                 )
-    return {key: value for key, value in seen.items() if key[1] != "__abstractmethods__"}
+    return {key: value for key, value in values.items() if key[1] != "__abstractmethods__"}
 
 
 def changes(before: dict[tuple[str, str], Any]) -> set[str]:
@@ -70,7 +70,7 @@ def changes(before: dict[tuple[str, str], Any]) -> set[str]:
     return {f"{o}.{n}" for o, n in before.keys() | after.keys() if before.get((o, n)) is not after.get((o, n))}
 
 
-def test_failures_are_found_repaired_and_restored_by_undo() -> None:
+def test_failures_are_diagnosed_repaired_and_restored_by_undo() -> None:
     assert {name for name, state in states().items() if state is RepairState.AFFECTED} == BROKEN
     assert {finding.name for finding in repair() if finding.state is RepairState.REPAIRED} == BROKEN
     assert {name for name, state in states().items() if state is RepairState.REPAIRED} == BROKEN
@@ -79,7 +79,7 @@ def test_failures_are_found_repaired_and_restored_by_undo() -> None:
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_failures_are_found_after_the_user_initialised_megatron() -> None:
+def test_failures_are_diagnosed_after_megatron_is_initialized() -> None:
     assert {name for name, state in states().items() if state is RepairState.AFFECTED} == BROKEN
     assert {finding.name for finding in repair() if finding.state is RepairState.REPAIRED} == BROKEN
 
@@ -91,8 +91,14 @@ def test_probes_leave_no_trace(caplog: pytest.LogCaptureFixture, monkeypatch: py
 
     findings()  # imports
     monkeypatch.setattr(utils, "cuda_graph_attr_cache", None)
-    before, draws = snapshot(), torch.get_rng_state()
-    around = (dict(os.environ), list(sys.modules), list(warnings.filters), gc.get_threshold(), torch.is_grad_enabled())
+    before, rng_state = snapshot(), torch.get_rng_state()
+    environment = (
+        dict(os.environ),
+        list(sys.modules),
+        list(warnings.filters),
+        gc.get_threshold(),
+        torch.is_grad_enabled(),
+    )
     caplog.set_level(logging.INFO)
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
@@ -100,19 +106,19 @@ def test_probes_leave_no_trace(caplog: pytest.LogCaptureFixture, monkeypatch: py
         repair()
         undo()
     assert (caplog.messages, warned) == ([], [])
-    assert around == (
+    assert environment == (
         *(dict(os.environ), list(sys.modules), list(warnings.filters)),
         *(gc.get_threshold(), torch.is_grad_enabled()),
     )
     assert changes(before) == set()
-    assert torch.equal(torch.get_rng_state(), draws)
+    assert torch.equal(torch.get_rng_state(), rng_state)
     assert not torch.distributed.is_initialized()
     assert not parallel_state.is_initialized()
     assert random._CUDA_RNG_STATE_TRACKER is before["megatron.core.tensor_parallel.random", "_CUDA_RNG_STATE_TRACKER"]
 
 
 def test_no_probe_queries_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A query fixes which devices the process sees, and a launcher may not have chosen them yet."""
+    """A query fixes the visible devices, which a launcher may not have chosen yet."""
     findings()  # imports
     for name in ("is_available", "device_count", "current_device", "init", "_lazy_init"):
         monkeypatch.setattr(torch.cuda, name, lambda name=name: pytest.fail(name))
@@ -139,7 +145,7 @@ def test_repair_is_idempotent_and_undo_leaves_nothing() -> None:
     }
 
 
-def test_threads_that_repair_at_once_repair_once() -> None:
+def test_concurrent_threads_repair_once() -> None:
     findings()
     before = snapshot()
     threads = [Thread(target=repair) for _ in range(4)]
@@ -152,16 +158,16 @@ def test_threads_that_repair_at_once_repair_once() -> None:
     assert changes(before) == set()
 
 
-def test_undo_leaves_patches_of_other_code_and_reverts_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_undo_keeps_foreign_patches_and_reverts_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron.core.transformer import cuda_graphs
 
     findings()
     before = snapshot()
     repair()
-    with monkeypatch.context() as over:
-        over.setattr(cuda_graphs._CudaGraphRunner, "create_fwd_graph", print)
-        (found,) = (finding for finding in repair() if finding.name == "capture-failure")
-        assert found.state is not RepairState.AFFECTED or "create_fwd_graph was replaced since" in found.repair
+    with monkeypatch.context() as patch:
+        patch.setattr(cuda_graphs._CudaGraphRunner, "create_fwd_graph", print)
+        (diagnosis,) = (finding for finding in repair() if finding.name == "capture-failure")
+        assert diagnosis.state is not RepairState.AFFECTED or "create_fwd_graph was replaced since" in diagnosis.repair
         with pytest.raises(RuntimeError, match=r"capture-failure: cannot undo: .*create_fwd_graph was replaced since"):
             undo()
         assert {name.rsplit(".", 1)[1] for name in changes(before)} == {"create_fwd_graph", "create_cudagraphs"}
@@ -169,22 +175,24 @@ def test_undo_leaves_patches_of_other_code_and_reverts_the_rest(monkeypatch: pyt
     assert changes(before) == set()
 
 
-def test_a_repair_that_was_patched_over_is_not_applied_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_repair_under_a_foreign_patch_is_not_applied_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron.core.distributed import DistributedDataParallel as DDP
 
     findings()
     before = snapshot()
     repair()
-    with monkeypatch.context() as over:
-        over.setattr(DDP, "enable_forward_pre_hook", before[f"{DDP.__module__}.DistributedDataParallel", ENABLE])
-        found = repair()[0]
-        assert found.state is RepairState.AFFECTED
-        assert found.repair == f"cannot repair: {DDP.__module__}.DistributedDataParallel.{ENABLE} was replaced since"
+    with monkeypatch.context() as patch:
+        patch.setattr(DDP, "enable_forward_pre_hook", before[f"{DDP.__module__}.DistributedDataParallel", ENABLE])
+        diagnosis = repair()[0]
+        assert diagnosis.state is RepairState.AFFECTED
+        assert (
+            diagnosis.repair == f"cannot repair: {DDP.__module__}.DistributedDataParallel.{ENABLE} was replaced since"
+        )
     undo()
     assert changes(before) == set()
 
 
-def test_signatures_and_documentation_stay() -> None:
+def test_repairs_keep_signatures_and_docstrings() -> None:
     findings()
     before = snapshot()
     repair()
@@ -201,7 +209,7 @@ def test_signatures_and_documentation_stay() -> None:
 
 
 def test_a_version_without_the_failure_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A future version, whose hooks know their handles and whose flags are reset."""
+    """A future version, which tracks the handles of its hooks and resets its flags."""
     from megatron.core.distributed import DistributedDataParallel as DDP
     from megatron.core.transformer import cuda_graphs
 
@@ -229,9 +237,9 @@ def test_a_version_without_the_failure_is_left_alone(monkeypatch: pytest.MonkeyP
     assert only_warm_up.state is RepairState.AFFECTED
     assert only_warm_up.reason.endswith("Here: is_graph_warmup() stays True.")
     monkeypatch.setattr(cuda_graphs, "_set_warmup_end", lambda: setattr(cuda_graphs, "_IS_GRAPH_WARMUP", False))
-    found = {finding.name: finding for finding in repair()}
+    by_name = {finding.name: finding for finding in repair()}
     for name in ("forward-pre-hooks", "capture-failure"):
-        assert (found[name].state, found[name].repair) == (RepairState.CLEAR, "nothing to do")
+        assert (by_name[name].state, by_name[name].repair) == (RepairState.CLEAR, "nothing to do")
     assert DDP.disable_forward_pre_hook is disable
     assert cuda_graphs._CudagraphGlobalRecord.create_cudagraphs.__func__ is create
 
@@ -278,7 +286,7 @@ def move_record(monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def move_function(monkeypatch: pytest.MonkeyPatch) -> str:
-    """Attributes that a repair needs of objects that no probe can make: a graph manager needs a GPU."""
+    """Remove attributes of graph managers, which no probe can make without a GPU."""
     from megatron.core.transformer import cuda_graphs
 
     def make(
@@ -300,21 +308,21 @@ def move_function(monkeypatch: pytest.MonkeyPatch) -> str:
         ("deleted-graphs", move_record),
     ],
 )
-def test_internals_that_moved_are_refused_by_name(name: str, move: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changed_internals_are_refused_by_name(name: str, move: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     findings()  # imports
     message = move(monkeypatch)
-    (one,) = (each for each in REPAIRS if each.name == name)
+    (repair_under_test,) = (each for each in REPAIRS if each.name == name)
     before = snapshot()
-    found = one.repair_if_affected()
-    assert found.state is RepairState.AFFECTED
-    assert found.repair.startswith("cannot repair: ")
-    assert message in found.repair
+    diagnosis = repair_under_test.repair_if_affected()
+    assert diagnosis.state is RepairState.AFFECTED
+    assert diagnosis.repair.startswith("cannot repair: ")
+    assert message in diagnosis.repair
     assert changes(before) == set()
-    assert not one.is_active
+    assert not repair_under_test.is_active
 
 
 def list_internals() -> list[tuple[Any, str]]:
-    """The modules and classes of megatron-core that have a name which the repairs use, in any sense."""
+    """Names in modules and classes of megatron-core that occur anywhere in the code of the repairs."""
     from megatron.core import distributed
     from megatron.core.transformer import cuda_graphs, utils
 
@@ -334,54 +342,54 @@ def list_internals() -> list[tuple[Any, str]]:
 
 
 @pytest.mark.parametrize(
-    "one",
+    "repair_under_test",
     [
         pytest.param(one, id=one.name, marks=pytest.mark.slow if one.name == "switching-graphs" else [])
         for one in REPAIRS
     ],
 )
-def test_without_any_of_the_internals_a_repair_works_or_is_refused_whole(
-    one: Repair, monkeypatch: pytest.MonkeyPatch
+def test_without_one_internal_a_repair_works_or_is_refused(
+    repair_under_test: Repair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     findings()
     internals = list_internals()
     refused = 0
     for owner, name in internals:
-        with monkeypatch.context() as moved:
-            moved.delattr(owner, name)
-            before = {id(other): dict(vars(other)) for other, _ in internals}
-            found = one.repair_if_affected()
-            if found.state is RepairState.REPAIRED:
-                assert one.probe().state is RepairState.CLEAR, name
-                one.undo()
-            elif found.state is not RepairState.CLEAR:
+        with monkeypatch.context() as patch:
+            patch.delattr(owner, name)
+            before = {id(each): dict(vars(each)) for each, _ in internals}
+            diagnosis = repair_under_test.repair_if_affected()
+            if diagnosis.state is RepairState.REPAIRED:
+                assert repair_under_test.probe().state is RepairState.CLEAR, name
+                repair_under_test.undo()
+            elif diagnosis.state is not RepairState.CLEAR:
                 refused += 1
-                assert found.repair.startswith("cannot repair: "), name
-            for other, _ in internals:
-                assert vars(other).keys() == before[id(other)].keys(), name
-                assert all(vars(other)[key] is value for key, value in before[id(other)].items()), name
-    assert bool(refused) is (one.name != "legacy-tokenizer")
+                assert diagnosis.repair.startswith("cannot repair: "), name
+            for each, _ in internals:
+                assert vars(each).keys() == before[id(each)].keys(), name
+                assert all(vars(each)[key] is value for key, value in before[id(each)].items()), name
+    assert bool(refused) is (repair_under_test.name != "legacy-tokenizer")
 
 
-def test_a_probe_that_cannot_run_says_so_and_nothing_is_patched(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_probe_patches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron.core.distributed import DistributedDataParallel as DDP
 
     monkeypatch.delattr(DDP, "disable_forward_pre_hook")
     before = snapshot()
-    (one,) = (each for each in REPAIRS if each.name == "forward-pre-hooks")
-    found = one.repair_if_affected()
-    assert found.state is RepairState.UNKNOWN
-    assert "AttributeError" in found.reason
-    assert found.repair == "cannot repair: what cannot be tried is left alone"
+    (repair_under_test,) = (each for each in REPAIRS if each.name == "forward-pre-hooks")
+    diagnosis = repair_under_test.repair_if_affected()
+    assert diagnosis.state is RepairState.UNKNOWN
+    assert "AttributeError" in diagnosis.reason
+    assert diagnosis.repair == "cannot repair: what cannot be tried is left alone"
     assert changes(before) == set()
 
 
-def test_every_repair_can_be_looked_up() -> None:
+def test_every_repair_is_documented() -> None:
     text = (Path(__file__).parents[2] / "docs" / "megatron.md").read_text(encoding="utf-8")
     assert [one.name for one in REPAIRS if f"| `{one.name}` |" not in text] == []
 
 
-def test_what_the_readme_quotes_can_be_looked_up() -> None:
+def test_quotes_of_the_readme_are_documented() -> None:
     root = Path(__file__).parents[2]
     readme, docs = (root / name for name in ("README.md", "docs/megatron.md"))
     (section,) = re.findall(
@@ -410,17 +418,17 @@ def test_what_the_readme_quotes_can_be_looked_up() -> None:
         ("distributed/param_and_grad_buffer", "Communication call has not been issued for this bucket ("),
     ],
 )
-def test_the_texts_to_search_for_are_those_of_the_package(module: str, text: str) -> None:
+def test_documented_error_texts_are_those_of_the_package(module: str, text: str) -> None:
     import megatron.core
 
     source = (Path(megatron.core.__file__).parent / f"{module}.py").read_text(encoding="utf-8")
-    # Literals that stand next to each other are joined when a module is parsed.
-    words = {node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)}
-    assert text in source or text in words
+    # Parsing joins adjacent string literals.
+    literals = {node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant)}
+    assert text in source or text in literals
     assert text in (Path(__file__).parents[2] / "docs" / "megatron.md").read_text(encoding="utf-8")
 
 
-# Patches, on a module of our own
+# Patches, on objects of our own
 
 
 class Refuses(SimpleNamespace):
@@ -428,7 +436,7 @@ class Refuses(SimpleNamespace):
         raise PermissionError(name)
 
 
-def test_a_failing_patch_reverts_those_before_it() -> None:
+def test_a_failing_patch_reverts_the_patches_before_it() -> None:
     first, table = SimpleNamespace(a=1), {"b": 2}
     with pytest.raises(PermissionError):
         install_patches(
@@ -446,7 +454,7 @@ def test_undo_is_all_or_nothing_if_a_patch_was_replaced() -> None:
     assert vars(owner) == {"a": 10, "b": 99}
 
 
-def test_a_repair_that_does_not_help_is_reverted() -> None:
+def test_an_ineffective_repair_is_reverted() -> None:
     owner = SimpleNamespace(a=1)
     useless = Repair("x", "", "", lambda: Verdict(RepairState.AFFECTED, "still"), lambda: [Patch(owner, "a", 2)])
     with pytest.raises(CannotRepair, match="still there with the repair: still"):
@@ -455,28 +463,28 @@ def test_a_repair_that_does_not_help_is_reverted() -> None:
     assert useless.repair_if_affected().repair.startswith("cannot repair: the failure is still there")
 
 
-def test_names_imported_before_and_after_follow() -> None:
+def test_names_imported_elsewhere_follow_the_repair() -> None:
     from megatron.core.transformer import utils
 
-    mine: Any = sys.modules[__name__]
-    mine.toggle_by_name = original = utils.toggle_cuda_graphs
+    this_module: Any = sys.modules[__name__]
+    this_module.toggle_by_name = original = utils.toggle_cuda_graphs
     try:
         repair()
-        assert mine.toggle_by_name is utils.toggle_cuda_graphs is not original
+        assert this_module.toggle_by_name is utils.toggle_cuda_graphs is not original
         undo()
-        assert mine.toggle_by_name is utils.toggle_cuda_graphs is original
+        assert this_module.toggle_by_name is utils.toggle_cuda_graphs is original
     finally:
-        del mine.toggle_by_name
+        del this_module.toggle_by_name
 
 
-def test_absent_attributes_are_absent_again() -> None:
+def test_undo_deletes_added_attributes() -> None:
     owner = SimpleNamespace()
     uninstall_patches(install_patches([Patch(owner, "a", 1)]))
     assert read_raw(owner, "a") is ABSENT
 
 
-def test_importing_does_not_import_megatron() -> None:
+def test_importing_the_package_does_not_import_megatron() -> None:
     code = "import sys, rollgraph.compat.megatron; print([m for m in sys.modules if m.startswith('megatron')])"
     source = Path(__file__).parents[2] / "src"
-    done = subprocess.run([sys.executable, "-c", code], cwd=source, capture_output=True, text=True, check=True)
-    assert done.stdout == "[]\n"
+    completed = subprocess.run([sys.executable, "-c", code], cwd=source, capture_output=True, text=True, check=True)
+    assert completed.stdout == "[]\n"

@@ -1,4 +1,4 @@
-"""The legacy tokenizer base class: with both names, with one of them missing, and without its module."""
+"""The legacy tokenizer base class: with both of its names, with one missing, and without its module."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Hidden(MetaPathFinder):
 
 
 @pytest.fixture
-def removed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def module_removed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     package = importlib.import_module("megatron.core.datasets")
     importlib.import_module(MODULE)
     monkeypatch.delitem(sys.modules, MODULE)
@@ -51,7 +51,7 @@ def removed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     undo()
 
 
-def test_a_name_that_is_missing() -> None:
+def test_a_missing_name_is_repaired() -> None:
     theirs = importlib.import_module(MODULE).MegatronLegacyTokenizer
     with pytest.raises(ImportError, match="cannot import name 'MegatronTokenizer'"):
         import_both()
@@ -62,8 +62,8 @@ def test_a_name_that_is_missing() -> None:
         import_both()
 
 
-@pytest.mark.usefixtures("removed")
-def test_a_module_that_was_removed() -> None:
+@pytest.mark.usefixtures("module_removed")
+def test_a_removed_module_is_repaired() -> None:
     with pytest.raises(ModuleNotFoundError, match=f"No module named '{MODULE}'"):
         import_both()
     assert TOKENIZER.repair_if_affected().state is RepairState.REPAIRED
@@ -83,11 +83,11 @@ def test_both_names_present_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> N
     assert vars(module) == before
 
 
-def test_neither_name_cannot_be_repaired(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_without_both_names_cannot_be_repaired(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(importlib.import_module(MODULE), "MegatronLegacyTokenizer")
-    found = TOKENIZER.repair_if_affected()
-    assert found.state is RepairState.AFFECTED
-    assert found.repair.startswith("cannot repair: ")
+    diagnosis = TOKENIZER.repair_if_affected()
+    assert diagnosis.state is RepairState.AFFECTED
+    assert diagnosis.repair.startswith("cannot repair: ")
 
 
 def make_tokenizer(base: Any) -> Any:
@@ -102,20 +102,21 @@ def make_tokenizer(base: Any) -> Any:
     return Letters("one", "two", lower=True, seed=3)
 
 
-def test_our_base_class_has_the_whole_interface() -> None:
+def test_our_base_class_has_the_interface_of_megatrons() -> None:
     theirs = importlib.import_module(MODULE).MegatronLegacyTokenizer
     public = {name for name in vars(theirs) if not name.startswith("_")}
     assert public == {name for name in vars(OurLegacyTokenizer) if not name.startswith("_")}
     assert theirs.__abstractmethods__ == OurLegacyTokenizer.__abstractmethods__
-    ours, other = make_tokenizer(OurLegacyTokenizer), make_tokenizer(theirs)
-    assert ours.unique_identifiers == other.unique_identifiers
-    assert ours.unique_description == other.unique_description  # hashed into the names of dataset caches
-    assert json.loads(ours.unique_description)["lower"] == "True"
-    for ask in [*(lambda t, n=name: getattr(t, n) for name in OPTIONAL), lambda t: t.detokenize([0]), offsets]:
+    our_tokenizer, their_tokenizer = make_tokenizer(OurLegacyTokenizer), make_tokenizer(theirs)
+    assert our_tokenizer.unique_identifiers == their_tokenizer.unique_identifiers
+    # The description is hashed for the names of dataset caches.
+    assert our_tokenizer.unique_description == their_tokenizer.unique_description
+    assert json.loads(our_tokenizer.unique_description)["lower"] == "True"
+    for query in [*(lambda t, n=name: getattr(t, n) for name in OPTIONAL), lambda t: t.detokenize([0]), offsets]:
         messages = []
-        for tokenizer in (ours, other):
+        for tokenizer in (our_tokenizer, their_tokenizer):
             with pytest.raises(NotImplementedError) as raised:
-                ask(tokenizer)
+                query(tokenizer)
             messages.append(str(raised.value))
         assert messages[0] == messages[1]
 

@@ -1,4 +1,4 @@
-"""Megatron's tokenizer interface."""
+"""Our tokenizers behind Megatron's tokenizer interface."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def test_offsets_equal_those_of_megatron(tmp_path: Path, kind: str) -> None:
         assert view.detokenize(np.array(ids, dtype=np.int64)) == peer.decode(ids)
 
 
-def test_offsets_point_at_the_characters() -> None:
+def test_offsets_are_indices_of_characters() -> None:
     view = MegatronTokenizerView(BYTES)
     assert view.offsets(list("aé🚀b".encode()), "aé🚀b") == [0, 1, 1, 2, 2, 2, 2, 3]
 
 
-def test_offsets_of_ids_that_are_not_the_encoding_of_their_text() -> None:
+def test_offsets_of_ids_from_another_encoding() -> None:
     tokenizer = of_kind("byte_level")
     view = MegatronTokenizerView(tokenizer)
     ids = [tokenizer.vocab[token] for token in ("t", "h", "e", "Ġ", "Ã", "©", "</s>")]
@@ -46,7 +46,7 @@ def test_offsets_of_ids_that_are_not_the_encoding_of_their_text() -> None:
         view.offsets(ids, "the e")
 
 
-def test_megatron_sees_the_vocabulary() -> None:
+def test_the_view_has_the_vocabulary_and_special_tokens() -> None:
     tokenizer = of_kind("word_piece", cls_token="[CLS]", sep_token="[SEP]", mask_token="[MASK]")
     view = MegatronTokenizerView(tokenizer)
     assert view.vocab_size == tokenizer.vocab_size
@@ -63,7 +63,7 @@ def test_megatron_sees_the_vocabulary() -> None:
         _ = bare.eod
 
 
-def test_megatron_tells_tokenizers_apart(tmp_path: Path) -> None:
+def test_tokenizers_have_unique_descriptions(tmp_path: Path) -> None:
     folder = write(tmp_path)
     view = MegatronTokenizerView(Tokenizer.from_folder(folder))
     assert list(view.unique_identifiers.items()) == [

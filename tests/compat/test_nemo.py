@@ -30,8 +30,8 @@ policy:
 """
 
 
-def read(path: Path, tmp_path: Path) -> tuple[Config, Translation]:
-    """Through a file, as users do it."""
+def import_and_load(path: Path, tmp_path: Path) -> tuple[Config, Translation]:
+    """Import, write the result and load it, as users do."""
     translation = import_nemo(path)
     ours = tmp_path / "ours.yaml"
     ours.write_text(translation.to_yaml())
@@ -41,7 +41,7 @@ def read(path: Path, tmp_path: Path) -> tuple[Config, Translation]:
 def translate(tmp_path: Path, text: str) -> tuple[Config, dict[str, tuple[Status, str]]]:
     path = tmp_path / "their.yaml"
     path.write_text(text)
-    config, translation = read(path, tmp_path)
+    config, translation = import_and_load(path, tmp_path)
     return config, statuses(translation)
 
 
@@ -58,65 +58,65 @@ def leaves(value: Any, key: str = "") -> list[str]:
 @pytest.mark.parametrize("name", ["grpo_base", "grpo_megatron", "grpo_megatron_current"])
 def test_every_key_is_listed_once_and_known(name: str, tmp_path: Path) -> None:
     path = DATA / f"{name}.yaml"
-    config, translation = read(path, tmp_path)
+    config, translation = import_and_load(path, tmp_path)
     assert [line.key for line in translation.lines] == leaves(strip_locations(load_composed(path)))
     assert [line for line in translation.lines if line.text == "not known here"] == []
     load_algorithm(config.algorithm.name, {**config.algorithm.options, "kl_coef": config.algorithm.kl_coef})
-    for line in translation.lines:  # the list says what the file has
+    for line in translation.lines:  # each line says what the written file has
         if line.status is Status.TRANSLATED and line.text.count(": ") == 1:
             key, _, value = line.text.partition(" (")[0].partition(": ")
-            found: Any = translation.settings
+            setting: Any = translation.settings
             for part in key.split("."):
-                found = found[part]
-            assert short_yaml(found) == value, line
+                setting = setting[part]
+            assert short_yaml(setting) == value, line
 
 
-def test_a_dtensor_config(tmp_path: Path) -> None:
-    config, translation = read(DATA / "grpo_base.yaml", tmp_path)
+def test_translation_of_a_dtensor_config(tmp_path: Path) -> None:
+    config, translation = import_and_load(DATA / "grpo_base.yaml", tmp_path)
     assert (config.seed, config.steps, config.output) == (7, 300, "results/small")
     assert (config.model.path, config.model.dtype, config.model.checkpointing) == ("acme/Tiny-1B", "bfloat16", True)
     assert (config.data.prompts_per_step, config.rollout.samples_per_prompt) == (16, 8)
     assert (config.data.max_prompt_tokens, config.rollout.max_tokens) == (256, 768)  # ${sub:...} of the total
     assert config.rollout.stop == ("</answer>",)
     assert config.train.microbatch_tokens == 4096  # ${mul:...}
-    assert config.algorithm.name == "dapo"  # whose loss is the mean over all tokens
-    assert config.algorithm.options["dynamic_sampling"] is False  # which it would do by default
+    assert config.algorithm.name == "dapo"  # like NeMo-RL, it averages the loss over all tokens
+    assert config.algorithm.options["dynamic_sampling"] is False  # its default is true
     assert config.algorithm.options["clip_high"] == 0.24
     assert config.algorithm.minibatches == 2  # 16 x 8 / 64
     assert (config.optimizer.lr, config.optimizer.betas, config.optimizer.clip_norm) == (3e-6, (0.9, 0.95), 0.5)
     assert (config.optimizer.schedule, config.optimizer.warmup_steps) == ("constant", 30)
     assert (config.reward.functions[0].name, config.reward.workers) == ("math_verify", 4)
     assert config.log.sinks is None
-    found = statuses(translation)
-    assert found["policy.megatron_cfg.optimizer.lr"] == (Status.IGNORED, "policy.dtensor_cfg is the backend in use")
-    assert {key for key, (status, _) in found.items() if status is Status.UNSUPPORTED} == {
+    ledger = statuses(translation)
+    assert ledger["policy.megatron_cfg.optimizer.lr"] == (Status.IGNORED, "policy.dtensor_cfg is the backend in use")
+    assert {key for key, (status, _) in ledger.items() if status is Status.UNSUPPORTED} == {
         "grpo.use_leave_one_out_baseline",
         "data.train.split_validation_size",
         "data.default.prompt_file",
     }
 
 
-def test_a_megatron_config_with_deprecated_graph_keys(tmp_path: Path) -> None:
-    config, translation = read(DATA / "grpo_megatron.yaml", tmp_path)
-    found = statuses(translation)
+def test_translation_of_deprecated_graph_keys(tmp_path: Path) -> None:
+    config, translation = import_and_load(DATA / "grpo_megatron.yaml", tmp_path)
+    ledger = statuses(translation)
     assert (config.graph.impl, config.graph.scope) == ("auto", ("attn", "mlp"))
-    assert found["policy.megatron_cfg.enable_cuda_graph"] == (Status.TRANSLATED, "graph.impl: auto")
-    assert found["policy.megatron_cfg.use_te_rng_tracker"][0] is Status.IGNORED
+    assert ledger["policy.megatron_cfg.enable_cuda_graph"] == (Status.TRANSLATED, "graph.impl: auto")
+    assert ledger["policy.megatron_cfg.use_te_rng_tracker"][0] is Status.IGNORED
     assert (config.optimizer.lr, config.optimizer.betas, config.optimizer.schedule) == (4e-6, (0.9, 0.98), "cosine")
     assert config.optimizer.warmup_steps == 13
-    assert found["policy.megatron_cfg.optimizer.min_lr"] == (Status.UNSUPPORTED, "the learning rate ends at 0")
+    assert ledger["policy.megatron_cfg.optimizer.min_lr"] == (Status.UNSUPPORTED, "the learning rate ends at 0")
     too_many = (Status.UNSUPPORTED, "ranks of a tensor parallel group must be on one node, and each has 1")
-    assert found["policy.megatron_cfg.tensor_model_parallel_size"] == too_many
+    assert ledger["policy.megatron_cfg.tensor_model_parallel_size"] == too_many
     assert (config.checkpoint.every, config.checkpoint.keep_best) == (300, 0)  # only the last step is saved
-    assert found["checkpointing.save_period"] == (Status.IGNORED, "checkpointing is off")
+    assert ledger["checkpointing.save_period"] == (Status.IGNORED, "checkpointing is off")
     assert (config.log.sinks, config.log.wandb) == (("jsonl", "wandb"), {"project": "small", "name": "run-7"})
-    places = {line.key: Path(line.location).name for line in translation.lines}
-    assert places["grpo.seed"] == "grpo_base.yaml:15"
-    assert places["grpo.num_generations_per_prompt"] == "grpo_megatron.yaml:5"
+    locations = {line.key: Path(line.location).name for line in translation.lines}
+    assert locations["grpo.seed"] == "grpo_base.yaml:15"
+    assert locations["grpo.num_generations_per_prompt"] == "grpo_megatron.yaml:5"
 
 
-def test_a_megatron_config_with_current_graph_keys(tmp_path: Path) -> None:
-    config, _ = read(DATA / "grpo_megatron_current.yaml", tmp_path)
+def test_translation_of_current_graph_keys(tmp_path: Path) -> None:
+    config, _ = import_and_load(DATA / "grpo_megatron_current.yaml", tmp_path)
     assert (config.graph.impl, config.graph.scope, config.graph.warmup) == ("auto", ("layer",), 5)
     assert config.algorithm.name == "grpo"  # token_level_loss: false
     assert (config.data.train, config.data.validation) == ("data/questions.jsonl", "data/held_out.jsonl")
@@ -133,46 +133,50 @@ def test_a_megatron_config_with_current_graph_keys(tmp_path: Path) -> None:
         ("cuda_graph_impl: full_iteration, cuda_graph_modules: []", 1, "auto", ("step",)),
         ("cuda_graph_impl: full_iteration, cuda_graph_modules: []", 8, "auto", ("layer",)),
         ("external_cuda_graph: true, cuda_graph_scope: [mlp]", 8, "auto", ("mlp",)),
-        ("cuda_graph_impl: none", 1, "auto", None),  # theirs captures generation
+        ("cuda_graph_impl: none", 1, "auto", None),  # vLLM still captures generation
         ("cuda_graph_impl: local, cuda_graph_modules: [moe_router]", 1, "auto", None),
     ],
 )
-def test_graph_keys(tmp_path: Path, graph_keys: str, ranks: int, impl: str, scope: tuple[str, ...] | None) -> None:
+def test_graph_keys_set_impl_and_scope(
+    tmp_path: Path, graph_keys: str, ranks: int, impl: str, scope: tuple[str, ...] | None
+) -> None:
     text = f"{SMALL}  megatron_cfg: {{enabled: true, {graph_keys}}}\ncluster: {{gpus_per_node: {ranks}}}\n"
     config, _ = translate(tmp_path, text)
     assert (config.graph.impl, config.graph.scope) == (impl, scope)
 
 
 @pytest.mark.parametrize(
-    ("megatron", "divided", "divides"), [("true", 2, True), ("false", 4, True), ("true", 3, False)]
+    ("megatron", "tensor_parallel", "is_translated"), [("true", 2, True), ("false", 4, True), ("true", 3, False)]
 )
-def test_ranks_divide_layers_if_those_of_a_node_can(tmp_path: Path, megatron: str, divided: int, divides: bool) -> None:
-    """With the backend that is enabled; what the other one says counts for nothing."""
-    theirs = {"true": (divided, 16), "false": (16, divided)}[megatron]
+def test_tensor_parallel_is_translated_if_it_fits_a_node(
+    tmp_path: Path, megatron: str, tensor_parallel: int, is_translated: bool
+) -> None:
+    """The size comes from the enabled backend; the other one is ignored."""
+    theirs = {"true": (tensor_parallel, 16), "false": (16, tensor_parallel)}[megatron]
     sections = f"  megatron_cfg: {{enabled: {megatron}, tensor_model_parallel_size: {theirs[0]}}}\n"
     sections += f"  dtensor_cfg: {{tensor_parallel_size: {theirs[1]}}}\n"
-    config, found = translate(tmp_path, f"{SMALL}{sections}cluster: {{gpus_per_node: 8, num_nodes: 3}}\n")
+    config, ledger = translate(tmp_path, f"{SMALL}{sections}cluster: {{gpus_per_node: 8, num_nodes: 3}}\n")
     key = {"true": "megatron_cfg.tensor_model_parallel_size", "false": "dtensor_cfg.tensor_parallel_size"}[megatron]
-    assert found[f"policy.{key}"][0] is (Status.TRANSLATED if divides else Status.UNSUPPORTED)
-    assert config.tensor_parallel == (divided if divides else 1)
+    assert ledger[f"policy.{key}"][0] is (Status.TRANSLATED if is_translated else Status.UNSUPPORTED)
+    assert config.tensor_parallel == (tensor_parallel if is_translated else 1)
 
 
-def test_eager_training_and_generation_is_eager(tmp_path: Path) -> None:
+def test_eager_training_and_generation_mean_no_graphs(tmp_path: Path) -> None:
     text = SMALL + "  megatron_cfg: {enabled: true, cuda_graph_impl: none}\n"
-    config, found = translate(tmp_path, text + "  generation: {vllm_cfg: {enforce_eager: True}}\n")
+    config, ledger = translate(tmp_path, text + "  generation: {vllm_cfg: {enforce_eager: True}}\n")
     assert config.graph.impl == "none"
-    assert found["policy.generation.vllm_cfg.enforce_eager"] == (Status.TRANSLATED, "graph.impl: none")
+    assert ledger["policy.generation.vllm_cfg.enforce_eager"] == (Status.TRANSLATED, "graph.impl: none")
 
 
-def test_contradictory_graph_keys_are_not_guessed_at(tmp_path: Path) -> None:
+def test_contradictory_graph_keys_are_unsupported(tmp_path: Path) -> None:
     keys = "enable_cuda_graph: true, external_cuda_graph: true"
-    config, found = translate(tmp_path, f"{SMALL}  megatron_cfg: {{enabled: true, {keys}}}\n")
-    assert found["policy.megatron_cfg.external_cuda_graph"][0] is Status.UNSUPPORTED
-    assert found["policy.megatron_cfg.enable_cuda_graph"][0] is Status.UNSUPPORTED
+    config, ledger = translate(tmp_path, f"{SMALL}  megatron_cfg: {{enabled: true, {keys}}}\n")
+    assert ledger["policy.megatron_cfg.external_cuda_graph"][0] is Status.UNSUPPORTED
+    assert ledger["policy.megatron_cfg.enable_cuda_graph"][0] is Status.UNSUPPORTED
     assert config.graph.impl == "auto"  # our default
 
 
-def test_sequence_level_ratios_and_corrections(tmp_path: Path) -> None:
+def test_sequence_level_ratios_mean_gspo(tmp_path: Path) -> None:
     loss = (
         "{sequence_level_importance_ratios: true, token_level_loss: false, ratio_clip_min: 3e-4, ratio_clip_max: 4e-4"
     )
@@ -185,12 +189,12 @@ def test_sequence_level_ratios_and_corrections(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("section", ["{}", "adv_estimator: {{name: grpo, {}}}"], ids=["earlier", "later"])
 @pytest.mark.parametrize("normalized", [True, False])
-def test_leave_one_out_says_what_differs(tmp_path: Path, section: str, normalized: bool) -> None:
+def test_leave_one_out_is_unsupported_with_the_difference(tmp_path: Path, section: str, normalized: bool) -> None:
     keys = f"normalize_rewards: {normalized}, use_leave_one_out_baseline: true"
     text = SMALL.replace("max_num_steps: 9", f"max_num_steps: 9, {section.format(keys)}")
-    config, found = translate(tmp_path, text)
-    (key,) = [key for key in found if key.endswith("use_leave_one_out_baseline")]
-    status, reason = found[key]
+    config, ledger = translate(tmp_path, text)
+    (key,) = [key for key in ledger if key.endswith("use_leave_one_out_baseline")]
+    status, reason = ledger[key]
     assert (config.algorithm.name, status) == ("grpo", Status.UNSUPPORTED)
     if normalized:
         assert "mean and standard deviation of the other samples" in reason
@@ -201,7 +205,7 @@ def test_leave_one_out_says_what_differs(tmp_path: Path, section: str, normalize
     assert load_algorithm("rloo").weights([2, 6]) != load_algorithm("grpo").weights([2, 6])  # hence not rloo
 
 
-def test_overlong_shaping_is_dapos(tmp_path: Path) -> None:
+def test_overlong_shaping_becomes_an_option_of_dapo(tmp_path: Path) -> None:
     shaping = "{enabled: true, overlong_buffer_length: 8, overlong_buffer_penalty: 1, max_response_length: 32}"
     text = SMALL.replace("max_num_steps: 9", f"max_num_steps: 9, reward_shaping: {shaping}")
     config, _ = translate(tmp_path, text + "loss_fn: {token_level_loss: true}\n")
@@ -213,18 +217,18 @@ def test_values_that_break_our_rules_are_adapted_and_reported(tmp_path: Path) ->
     path.write_text(
         SMALL + "  train_micro_batch_size: 1\n" + "  megatron_cfg: {enabled: true, scheduler: {lr_warmup_iters: 50}}\n"
     )
-    config, translation = read(path, tmp_path)
+    config, translation = import_and_load(path, tmp_path)
     assert config.train.microbatch_tokens == 128  # 64 tokens of prompt and 64 of completion
     assert config.optimizer.warmup_steps == 9
     assert any("warmup_steps was 50, more than the 9 updates of the run" in text for text in translation.to_do)
 
 
-def test_another_environment_has_to_be_written(tmp_path: Path) -> None:
+def test_a_custom_environment_is_unsupported(tmp_path: Path) -> None:
     text = SMALL + "data: {default: {env_name: code}}\nenv: {code: {num_workers: 2}, math: {num_workers: 3}}\n"
-    config, found = translate(tmp_path, text)
+    config, ledger = translate(tmp_path, text)
     assert config.reward.functions[0].name == "rewards.py:reward"
-    assert found["env.code.num_workers"][0] is Status.UNSUPPORTED
-    assert found["env.math.num_workers"] == (Status.IGNORED, "no dataset uses it")
+    assert ledger["env.code.num_workers"][0] is Status.UNSUPPORTED
+    assert ledger["env.math.num_workers"] == (Status.IGNORED, "no dataset uses it")
     assert config.reward.workers == 0
 
 
@@ -232,31 +236,31 @@ def test_a_verifier_that_scores_differently_is_reported(tmp_path: Path) -> None:
     """NeMo-RL's public grpo_math_1B_dapo_megatron.yaml uses it, and warns that hf_math_verify scores higher."""
     path = tmp_path / "their.yaml"
     path.write_text(SMALL + "env: {math: {math_verify_impl: dapo_math_verify, verifier_type: english_multichoice}}\n")
-    config, translation = read(path, tmp_path)
-    found = statuses(translation)
-    status, reason = found["env.math.math_verify_impl"]
+    config, translation = import_and_load(path, tmp_path)
+    ledger = statuses(translation)
+    status, reason = ledger["env.math.math_verify_impl"]
     assert (status, config.reward.functions[0].name) == (Status.UNSUPPORTED, "math_verify")
     assert "higher than those of dapo_math_verify" in reason
     assert "# To do: reward.functions: math_verify compares" in translation.to_yaml()
-    assert found["env.math.verifier_type"][0] is Status.UNSUPPORTED
+    assert ledger["env.math.verifier_type"][0] is Status.UNSUPPORTED
     path.write_text(SMALL + "env: {math: {math_verify_impl: hf_math_verify}}\n")
     assert statuses(import_nemo(path))["env.math.math_verify_impl"][0] is Status.TRANSLATED
 
 
 @pytest.mark.parametrize("period", [0, -1])
-def test_no_validation(tmp_path: Path, period: int) -> None:
+def test_a_period_of_zero_means_no_validation(tmp_path: Path, period: int) -> None:
     text = SMALL.replace("max_num_steps: 9", f"max_num_steps: 9, val_period: {period}")
-    config, found = translate(tmp_path, text + "data: {validation: {data_path: a.jsonl}}\n")
+    config, ledger = translate(tmp_path, text + "data: {validation: {data_path: a.jsonl}}\n")
     assert config.data.validation is None
-    assert found["grpo.val_period"] == (Status.TRANSLATED, "data.validation: null (no validation)")
+    assert ledger["grpo.val_period"] == (Status.TRANSLATED, "data.validation: null (no validation)")
 
 
-def test_an_unknown_key(tmp_path: Path) -> None:
-    _, found = translate(tmp_path, SMALL + "  brand_new: 3\n")
-    assert found["policy.brand_new"] == (Status.UNSUPPORTED, "not known here")
+def test_an_unknown_key_is_unsupported(tmp_path: Path) -> None:
+    _, ledger = translate(tmp_path, SMALL + "  brand_new: 3\n")
+    assert ledger["policy.brand_new"] == (Status.UNSUPPORTED, "not known here")
 
 
-# What can be wrong with their file
+# Mistakes in a NeMo-RL config
 
 
 @pytest.mark.parametrize(
@@ -277,7 +281,7 @@ def test_an_unknown_key(tmp_path: Path) -> None:
         ("- a\n", "their.yaml:1: expected keys, got list"),
     ],
 )
-def test_clear_errors(tmp_path: Path, text: str, message: str) -> None:
+def test_mistakes_in_a_file_are_explained(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "their.yaml"
     path.write_text(text)
     with pytest.raises(ConfigError) as raised:
@@ -316,17 +320,19 @@ def test_a_refused_value_makes_only_its_key_unsupported(key: str, value: Any, re
     assert {key for key in after if after[key][0] is not before[key][0]} == {key}
 
 
-def test_a_dataset_path_that_is_not_text(tmp_path: Path) -> None:
-    config, found = translate(tmp_path, SMALL + "data: {train: {data_path: 5}}\n")
-    assert found["data.train.data_path"] == (Status.UNSUPPORTED, "expected the path of a file")
+def test_a_dataset_path_must_be_text(tmp_path: Path) -> None:
+    config, ledger = translate(tmp_path, SMALL + "data: {train: {data_path: 5}}\n")
+    assert ledger["data.train.data_path"] == (Status.UNSUPPORTED, "expected the path of a file")
     assert config.data.train == "data/train.jsonl"
 
 
 @pytest.mark.parametrize(
-    "odd", [None, "x", *(pytest.param(odd, marks=pytest.mark.slow) for odd in (-1, [1]))], ids=repr
+    "wrong_value",
+    [None, "x", *(pytest.param(wrong_value, marks=pytest.mark.slow) for wrong_value in (-1, [1]))],
+    ids=repr,
 )
-def test_no_value_aborts_a_translation(odd: Any) -> None:
-    """Whatever the value of a translated key is, the others are still translated, and pass a run's checks."""
+def test_no_value_aborts_a_translation(wrong_value: Any) -> None:
+    """With a wrong value for any translated key, the other keys are still translated and pass the checks of a run."""
     whole = strip_locations(load_composed(DATA / "grpo_base.yaml"))
     lines = translate_tree(as_node(whole), "their.yaml").lines
     keys = [line.key for line in lines if line.status is Status.TRANSLATED and line.key != "policy.model_name"]
@@ -334,7 +340,7 @@ def test_no_value_aborts_a_translation(odd: Any) -> None:
     for key in keys:
         changed = deepcopy(whole)
         *sections, name = key.split(".")
-        reduce(dict.__getitem__, sections, changed)[name] = odd
+        reduce(dict.__getitem__, sections, changed)[name] = wrong_value
         translation = translate_tree(as_node(changed), "their.yaml")
         assert [line.key for line in translation.lines] == leaves(changed)
         config = parse_config(translation.to_yaml())
@@ -346,28 +352,30 @@ def test_no_value_aborts_a_translation(odd: Any) -> None:
     ("graph_keys", "ranks"),
     [("cuda_graph_impl: full_iteration, ", 8), ("cuda_graph_impl: local, cuda_graph_modules: [attn, mlp], ", 1)],
 )
-def test_checkpointing_is_taken_over_for_any_scope_and_any_ranks(tmp_path: Path, graph_keys: str, ranks: int) -> None:
+def test_activation_checkpointing_is_translated_for_any_scope(tmp_path: Path, graph_keys: str, ranks: int) -> None:
     keys = f"{{enabled: true, {graph_keys}activation_checkpointing: true}}"
     text = f"{SMALL}  megatron_cfg: {keys}\ncluster: {{gpus_per_node: {ranks}, num_nodes: 1}}\n"
-    config, found = translate(tmp_path, text)
+    config, ledger = translate(tmp_path, text)
     capture_scopes(config, ranks)  # as plan and train do
     assert config.model.checkpointing is True
-    found_line = found["policy.megatron_cfg.activation_checkpointing"]
-    assert found_line == (Status.TRANSLATED, "model.checkpointing: true")
+    line = ledger["policy.megatron_cfg.activation_checkpointing"]
+    assert line == (Status.TRANSLATED, "model.checkpointing: true")
 
 
-SLOW_ONES = [pytest.param(odd, marks=pytest.mark.slow) for odd in (True, 0, -1, 1.5, "", [], [1], [{"a": [1]}])]
+SLOW_VALUES = [
+    pytest.param(wrong_value, marks=pytest.mark.slow) for wrong_value in (True, 0, -1, 1.5, "", [], [1], [{"a": [1]}])
+]
 
 
-@pytest.mark.parametrize("odd", [None, "x", {"a": 1}, *SLOW_ONES], ids=repr)
-def test_a_section_of_another_type_is_an_error_or_listed(tmp_path: Path, odd: Any) -> None:
-    """Never a traceback, whatever the value of a section, or of a setting on which others depend."""
+@pytest.mark.parametrize("wrong_value", [None, "x", {"a": 1}, *SLOW_VALUES], ids=repr)
+def test_a_section_of_another_type_is_refused_or_listed(tmp_path: Path, wrong_value: Any) -> None:
+    """With a wrong value for any section, or for a setting on which others depend, there is no traceback."""
     whole = strip_locations(load_composed(DATA / "grpo_megatron.yaml"))
     sections = [path for path, value in walk(whole) if isinstance(value, dict) or path[-1] in ("env_name", "scheduler")]
     assert len(sections) > 30
     for path in sections:
         changed = deepcopy(whole)
-        reduce(dict.__getitem__, path[:-1], changed)[path[-1]] = odd
+        reduce(dict.__getitem__, path[:-1], changed)[path[-1]] = wrong_value
         tree = as_node(changed)
         lint(tree)
         try:
@@ -389,12 +397,12 @@ def as_node(value: Any) -> Node:
     return Node([as_node(inner) for inner in value] if isinstance(value, list) else value, "their.yaml:1")
 
 
-def test_a_missing_file(tmp_path: Path) -> None:
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nowhere\.yaml: cannot be read: No such file or directory"):
         import_nemo(tmp_path / "nowhere.yaml")
 
 
-def test_files_that_name_each_other(tmp_path: Path) -> None:
+def test_a_cycle_of_defaults_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("defaults: b.yaml\n")
     (tmp_path / "b.yaml").write_text("x: 1\ndefaults: [a.yaml]\n")
     with pytest.raises(
@@ -403,8 +411,8 @@ def test_files_that_name_each_other(tmp_path: Path) -> None:
         import_nemo(tmp_path / "a.yaml")
 
 
-def test_composition(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """OmegaConf's merging, replacing, words, relative references and resolvers."""
+def test_files_are_composed_as_by_omegaconf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """OmegaConf's merging, overriding, scalars, relative references and resolvers."""
     monkeypatch.setenv("WHERE", "/data")
     (tmp_path / "first.yaml").write_text("a: {x: 1, y: [1, 2]}\nb: {x: 1}\nc: {x: 1}\nn: 3\n")
     (tmp_path / "sub").mkdir()
@@ -457,7 +465,7 @@ same: *overridden
 # The command
 
 
-def call(*arguments: str) -> int:
+def run_config_command(*arguments: str) -> int:
     parser = argparse.ArgumentParser()
     command.add_parser(parser.add_subparsers())
     options = parser.parse_args(["config", *arguments])
@@ -467,50 +475,50 @@ def call(*arguments: str) -> int:
 
 def test_the_command_writes_a_file_and_lists_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ours = tmp_path / "ours.yaml"
-    assert call("import", str(DATA / "grpo_megatron.yaml"), "-o", str(ours)) == 0
-    listed = capsys.readouterr().out
-    assert "grpo_base.yaml:15: grpo.seed: 7 → seed: 7\n" in listed
-    assert "unsupported (5)\n" in listed
+    assert run_config_command("import", str(DATA / "grpo_megatron.yaml"), "-o", str(ours)) == 0
+    output = capsys.readouterr().out
+    assert "grpo_base.yaml:15: grpo.seed: 7 → seed: 7\n" in output
+    assert "unsupported (5)\n" in output
     assert load_config(ours).seed == 7
-    assert call(str(ours), "seed=8") == 0  # what `rollgraph config FILE` did before, it still does
+    assert run_config_command(str(ours), "seed=8") == 0  # `rollgraph config FILE` still prints a config
     assert "seed: 8\n" in capsys.readouterr().out
 
 
 def test_the_command_overwrites_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     theirs = tmp_path / "theirs.yaml"
     theirs.write_text(SMALL)
-    assert call("import", str(theirs), "-o", str(theirs)) == 2
+    assert run_config_command("import", str(theirs), "-o", str(theirs)) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert f"{theirs} exists and is not overwritten" in captured.err
     assert theirs.read_text() == SMALL
-    assert call(str(DATA / "grpo_base.yaml"), "-o", str(tmp_path / "new.yaml")) == 2
+    assert run_config_command(str(DATA / "grpo_base.yaml"), "-o", str(tmp_path / "new.yaml")) == 2
     assert "-o only works with import" in capsys.readouterr().err
 
 
-def test_the_command_without_a_file_to_write(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert call("import", str(DATA / "grpo_base.yaml")) == 0
+def test_the_command_prints_yaml_without_an_output_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_config_command("import", str(DATA / "grpo_base.yaml")) == 0
     captured = capsys.readouterr()
     ours = tmp_path / "ours.yaml"
-    ours.write_text(captured.out)  # nothing but YAML
+    ours.write_text(captured.out)  # only YAML
     assert load_config(ours).steps == 300
     assert "translated (" in captured.err
 
 
 @pytest.mark.parametrize("files", [(), ("a.yaml", "b.yaml"), ("nowhere.yaml",)])
-def test_the_command_says_what_is_wrong(files: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
-    assert call("import", *files) == 2
+def test_the_command_explains_wrong_arguments(files: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_config_command("import", *files) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert ("nowhere.yaml: cannot be read" if files == ("nowhere.yaml",) else "expected one file") in captured.err
 
 
-def test_the_documentation_shows_what_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_documented_ledger_matches_the_output(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(DATA)
     printed = import_nemo("grpo_megatron.yaml").describe().splitlines()
     _, _, block = (
         (DATA.parents[2] / "docs" / "migrating_nemo_rl.md").read_text(encoding="utf-8").partition("-o ours.yaml\n")
     )
-    shown = [line for line in block.partition("```")[0].splitlines() if line.strip() not in ("", "...")]
-    assert len(shown) > 8
-    assert [line for line in shown if line not in printed] == []
+    documented = [line for line in block.partition("```")[0].splitlines() if line.strip() not in ("", "...")]
+    assert len(documented) > 8
+    assert [line for line in documented if line not in printed] == []

@@ -1,4 +1,4 @@
-"""What `rollgraph config import` says about a key, against what `rollgraph train` does with the result."""
+"""Runs with translated configs do what `rollgraph config import` says about their keys."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SMALL = {
     },
     "data": {"max_input_seq_length": 6, "train": {"data_path": "train.jsonl"}},
 }
-# Values for the keys that the table translates: each must be valid, and differ from rollgraph's default.
+# Values for all translated keys. Each is valid and differs from rollgraph's default.
 VALUES = {
     "grpo.num_prompts_per_step": 6,
     "grpo.num_generations_per_prompt": 5,
@@ -61,21 +61,21 @@ VALUES = {
 
 
 def write_theirs(folder: Path, changes: Mapping[str, Any]) -> Path:
-    """A NeMo-RL config: the small one, with values for keys with dots."""
+    """Write the small NeMo-RL config with changed values, by dotted key."""
     whole: dict[str, Any] = json.loads(json.dumps(SMALL))
     for key, value in changes.items():
         *sections, name = key.split(".")
-        inside = whole
+        node = whole
         for section in sections:
-            inside = inside.setdefault(section, {})
-        inside[name] = value
+            node = node.setdefault(section, {})
+        node[name] = value
     path = folder / "theirs.yaml"
     path.write_text(yaml.safe_dump(whole))
     return path
 
 
 def load_translated(folder: Path, changes: Mapping[str, Any], *overrides: str) -> tuple[Config, Translation]:
-    """Through a file, as `rollgraph config import` and `rollgraph train` do."""
+    """Import, write the result and load it, as `rollgraph config import` and `rollgraph train` do."""
     translation = import_nemo(write_theirs(folder, changes))
     ours = folder / "ours.yaml"
     ours.write_text(translation.to_yaml())
@@ -97,22 +97,22 @@ def value_at(config: Config, key: str) -> Any:
 # Translated keys
 
 
-def test_every_rule_that_translates_has_a_value_here() -> None:
+def test_every_translated_key_has_a_value_here() -> None:
     assert {pattern for pattern, rule in TABLE if isinstance(rule, To)} == VALUES.keys()
 
 
 @pytest.mark.parametrize("key", VALUES)
-def test_a_translated_value_arrives_in_the_config(tmp_path: Path, key: str) -> None:
+def test_a_translated_value_is_in_the_config(tmp_path: Path, key: str) -> None:
     rule = dict(TABLE)[key]
     assert isinstance(rule, To)
     config, translation = load_translated(tmp_path, {key: VALUES[key]})
     assert line_of(translation, key)[0] is Status.TRANSLATED
     assert value_at(config, rule.key) == rule.convert(VALUES[key])
     default = {item.name: item.default for item in list_keys()}.get(rule.key)
-    assert value_at(config, rule.key) != default  # or the test would pass without a translation
+    assert value_at(config, rule.key) != default  # otherwise the test would pass without a translation
 
 
-# What the reasons say
+# Reasons
 
 
 def all_reasons() -> list[str]:
@@ -122,18 +122,19 @@ def all_reasons() -> list[str]:
     return reasons
 
 
-def test_the_reasons_name_keys_that_exist() -> None:
+def test_reasons_name_existing_keys() -> None:
     names = {key.name for key in list_keys()}
     sections = "|".join(sorted({name for name in names if "." not in name}))
     mentioned = set()
     for reason in all_reasons():
         mentioned |= set(re.findall(rf"(?<![\w./])(?:{sections})\.[a-z_.]*[a-z]", reason))
-    free = ("algorithm.options.", "log.wandb.", "log.mlflow.", "data.train.", "policy.")  # of any name, or NeMo-RL's
+    # Any name may follow these, or the key is NeMo-RL's.
+    prefixes = ("algorithm.options.", "log.wandb.", "log.mlflow.", "data.train.", "policy.")
     assert {"memory.logits", "rollout.rows", "validation.every"} <= mentioned
-    assert {key for key in mentioned - names if not key.startswith(free)} == set()
+    assert {key for key in mentioned - names if not key.startswith(prefixes)} == set()
 
 
-def test_the_documentation_names_keys_that_exist() -> None:
+def test_the_documentation_names_existing_keys() -> None:
     """The second column of the table in docs/migrating_nemo_rl.md."""
     known = {key.name for key in list_keys()}
     for make in ALGORITHMS.values():
@@ -141,24 +142,24 @@ def test_the_documentation_names_keys_that_exist() -> None:
     text = (Path(__file__).parents[2] / "docs" / "migrating_nemo_rl.md").read_text(encoding="utf-8")
     _, _, table = text.partition("| NeMo-RL | rollgraph | |\n")
     rows = [line.split("|") for line in table.partition("\n\n")[0].splitlines()[1:]]
-    named = set()
+    documented = set()
     for row in rows:
         for name in re.findall(r"`([^`]+)`", row[2]):
-            named.add(name.partition(":")[0].removeprefix("algorithm.options."))
-    assert len(named) > 30
-    assert named - known == set()
+            documented.add(name.partition(":")[0].removeprefix("algorithm.options."))
+    assert len(documented) > 30
+    assert documented - known == set()
 
 
-def test_the_kl_limits_are_those_of_the_losses() -> None:
-    """The reasons for ignoring `kl_input_clamp_value` and `kl_output_clamp_value`."""
+def test_kl_terms_clamp_the_log_ratio() -> None:
+    """Our clamps, which are the reasons for ignoring `kl_input_clamp_value` and `kl_output_clamp_value`."""
     policy, near, far = torch.zeros(1), torch.full((1,), 20.0), torch.full((1,), 50.0)
     assert k3(policy, far) == k3(policy, near)
-    assert k3(policy, near) > 10  # NeMo-RL's usual limit of the output
+    assert k3(policy, near) > 10  # NeMo-RL's usual output clamp
     assert k1(policy, far).abs() > k1(policy, near).abs()
     assert k2(policy, far) > k2(policy, near)
 
 
-def test_mlflow_gets_only_what_its_sink_takes(tmp_path: Path) -> None:
+def test_only_options_of_the_mlflow_sink_are_translated(tmp_path: Path) -> None:
     check_sinks(LogConfig(sinks=("jsonl",), mlflow=dict.fromkeys(MLFLOW_KEYS.values(), "x")))
     with pytest.raises(SinkError, match="unknown options: artifact_location"):
         check_sinks(LogConfig(sinks=("jsonl",), mlflow={"artifact_location": "x"}))
@@ -198,19 +199,21 @@ def test_a_warm_up_may_take_all_updates_of_the_run(tmp_path: Path) -> None:
         ("StepLR", {"step_size": 10}, Status.UNSUPPORTED, "constant"),
     ],
 )
-def test_schedules(tmp_path: Path, name: str, arguments: dict[str, Any], status: Status, schedule: str) -> None:
+def test_schedules_are_translated_or_unsupported(
+    tmp_path: Path, name: str, arguments: dict[str, Any], status: Status, schedule: str
+) -> None:
     stage = {"name": f"torch.optim.lr_scheduler.{name}", "kwargs": arguments}
     config, translation = load_translated(tmp_path, {"policy.scheduler": [stage]})
-    found, text = line_of(translation, "policy.scheduler")
-    assert (found, config.optimizer.schedule) == (status, schedule)
+    actual_status, text = line_of(translation, "policy.scheduler")
+    assert (actual_status, config.optimizer.schedule) == (status, schedule)
     assert ("eta_min" in text) is ("eta_min" in arguments)
 
 
-# What a run does
+# Whole runs
 
 
 def run_translated(folder: Path, changes: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The metrics of each step of a run of a tiny model, from the translation of a NeMo-RL config."""
+    """Train a tiny model with a translated config, and return the metrics of each step."""
     rows = "".join(json.dumps({"prompt": f"{number:02}?"}) + "\n" for number in range(20))
     (folder / "train.jsonl").write_text(rows)
     (folder / "held_out.jsonl").write_text(rows)
@@ -243,18 +246,18 @@ def run_translated(folder: Path, changes: Mapping[str, Any]) -> list[dict[str, A
     return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("asked", ["val_at_start", "val_at_end"])
-def test_validation_at_the_start_and_at_the_end_only(tmp_path: Path, asked: str) -> None:
-    steps = run_translated(tmp_path, {"grpo.val_period": 0, f"grpo.{asked}": True})
+@pytest.mark.parametrize("flag", ["val_at_start", "val_at_end"])
+def test_validation_only_at_the_start_and_at_the_end(tmp_path: Path, flag: str) -> None:
+    steps = run_translated(tmp_path, {"grpo.val_period": 0, f"grpo.{flag}": True})
     assert [values["step"] for values in steps] == [-1, 0, 1, 2]
     assert [values["step"] for values in steps if "validation/reward" in values] == [-1, 2]
     translation = import_nemo(tmp_path / "theirs.yaml")
-    assert line_of(translation, f"grpo.{asked}")[0] is Status.IGNORED  # train does it without being told
-    assert "validates before the first step and after the last" in line_of(translation, f"grpo.{asked}")[1]
+    assert line_of(translation, f"grpo.{flag}")[0] is Status.IGNORED  # train does it in any case
+    assert "validates before the first step and after the last" in line_of(translation, f"grpo.{flag}")[1]
 
 
 def test_without_checkpointing_only_the_last_step_is_saved(tmp_path: Path) -> None:
-    """Also where validation finds a new best in every step."""
+    """Even if validation could find a new best model in every step."""
     changes = {"grpo.val_period": 1, "checkpointing.enabled": False, "checkpointing.keep_top_k": 3}
     steps = run_translated(tmp_path, changes)
     assert [values["step"] for values in steps if "validation/reward" in values] == [-1, 0, 1, 2]

@@ -1,4 +1,4 @@
-"""Transformer Engine's `make_graphed_callables` for plain modules: its arguments, and eager's numbers."""
+"""Transformer Engine's `make_graphed_callables` for plain modules: its arguments, and equality with eager."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.backends.cuda.matmul.allow_tf32 = False
-    if request.param != "cpu":  # which is the default, and much slower if it is set
+    if request.param != "cpu":  # setting the default device to the CPU makes everything much slower
         torch.set_default_device(request.param)
     yield torch.device(request.param)
     torch.set_default_device(None)
@@ -119,25 +119,23 @@ def test_an_interleaved_pipeline_equals_eager(device: torch.device, reuse: bool,
     assert len(graphed) == 12
     first = [0, counts[0]]
 
-    def of_graphs(chunk: int, microbatch: int) -> Sequence[Callable[[Tensor], Tensor]]:
-        start = first[chunk] * microbatches + microbatch * counts[chunk]  # their index: chunk, microbatch, layer
+    def graphed_layers(chunk: int, microbatch: int) -> Sequence[Callable[[Tensor], Tensor]]:
+        start = first[chunk] * microbatches + microbatch * counts[chunk]  # ordered by chunk, microbatch, layer
         return graphed[start : start + counts[chunk]]
 
-    def of_modules(chunk: int, microbatch: int) -> Sequence[Callable[[Tensor], Tensor]]:
+    def eager_layers(chunk: int, microbatch: int) -> Sequence[Callable[[Tensor], Tensor]]:
         return eager[first[chunk] : first[chunk] + counts[chunk]]
 
     for step in range(3):
-        ours, theirs = run_pipeline(of_graphs, INTERLEAVED, step), run_pipeline(of_modules, INTERLEAVED, step)
+        ours, theirs = run_pipeline(graphed_layers, INTERLEAVED, step), run_pipeline(eager_layers, INTERLEAVED, step)
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
         torch.testing.assert_close(gradients(*model), gradients(*eager), rtol=0, atol=0)
     assert all(type(m.forward).__name__ == "method" for m in model), "with an order, modules keep their forward"
 
 
 @pytest.mark.parametrize(("reuse", "buffers"), [(False, 6), (True, 4)])
-def test_reuse_lets_passes_that_are_never_open_together_share_an_input(
-    device: torch.device, reuse: bool, buffers: int
-) -> None:
-    """Of the 6 passes, at most 4 are open at a time: two microbatches of both chunks."""
+def test_reuse_shares_inputs_of_passes_never_open_together(device: torch.device, reuse: bool, buffers: int) -> None:
+    """At most 4 of the 6 passes are open at a time: two microbatches of both chunks."""
     pool = GraphPool()
     make_graphed_callables(
         layers(2), [(sample(),)] * 6, _order=INTERLEAVED, _reuse_graph_input_output_buffers=reuse, pool=pool
@@ -146,7 +144,7 @@ def test_reuse_lets_passes_that_are_never_open_together_share_an_input(
     assert len({t.data_ptr() for t in inputs}) == buffers
 
 
-def test_a_microbatch_before_its_turn_is_refused_not_overwritten(device: torch.device) -> None:
+def test_a_microbatch_out_of_order_is_refused(device: torch.device) -> None:
     first, second = make_graphed_callables(layers(1), [(sample(),)] * 2, _order=[1, -1, 1, -1])
     y = first(data(0).requires_grad_())
     with pytest.raises(MemoryInUse, match="waits for its backward"):
@@ -204,8 +202,8 @@ def test_layers_per_chunk_without_an_order_is_refused() -> None:
         make_graphed_callables(layers(1), ((sample(),),), _num_layers_per_chunk=[1])
 
 
-def test_an_argument_that_only_steers_fp8_is_dropped_at_replay(device: torch.device) -> None:
-    """Megatron passes it to each graph of a schedule; it only matters if weights are cached in FP8."""
+def test_is_first_microbatch_is_ignored_at_replay(device: torch.device) -> None:
+    """Megatron passes it to each graph of a schedule. It only matters for weights cached in FP8."""
     (layer,), (eager,) = layers(1), layers(1)
     (graph,) = make_graphed_callables((layer,), [(sample(),)], _order=[1, -1])
     x = data(0)
@@ -219,40 +217,40 @@ def test_an_argument_that_only_steers_fp8_is_dropped_at_replay(device: torch.dev
 
 
 def test_modules_keep_their_identity(device: torch.device) -> None:
-    (one,), (eager,) = layers(1), layers(1)
-    assert make_graphed_callables(one, (sample(),)) is one
+    (layer,), (eager,) = layers(1), layers(1)
+    assert make_graphed_callables(layer, (sample(),)) is layer
     x, y = data(0).requires_grad_(), data(0).requires_grad_()
     for _ in range(2):
-        torch.testing.assert_close(one(x), eager(y), rtol=0, atol=0)
-        one(x).square().sum().backward()
+        torch.testing.assert_close(layer(x), eager(y), rtol=0, atol=0)
+        layer(x).square().sum().backward()
         eager(y).square().sum().backward()
-    torch.testing.assert_close(gradients(one), gradients(eager), rtol=0, atol=0)
+    torch.testing.assert_close(gradients(layer), gradients(eager), rtol=0, atol=0)
     torch.testing.assert_close(x.grad, y.grad, rtol=0, atol=0)
-    two = layers(2)
-    graphed = make_graphed_callables(two, ((sample(),), (sample(),)))
+    pair = layers(2)
+    graphed = make_graphed_callables(pair, ((sample(),), (sample(),)))
     assert isinstance(graphed, tuple)
-    assert all(a is b for a, b in zip(graphed, two, strict=True))
+    assert all(a is b for a, b in zip(graphed, pair, strict=True))
     (single,) = make_graphed_callables(layers(1), ((sample(),),))
     assert isinstance(single, Layer)
 
 
-def test_a_graph_leaves_state_dict_copies_and_pickles_alone(device: torch.device) -> None:
+def test_graphs_do_not_affect_state_dicts_copies_and_pickles(device: torch.device) -> None:
     (layer,) = layers(1)
     names = list(layer.state_dict())
     make_graphed_callables(layer, (sample(),))
     assert list(layer.state_dict()) == names
-    for copied in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+    for copied_layer in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
         with torch.no_grad():
-            copied.linear.weight.add_(1)
+            copied_layer.linear.weight.add_(1)
         x = data(3)
-        expected = torch.tanh(copied.linear(x))
-        torch.testing.assert_close(copied(x), expected, rtol=0, atol=0)
-        assert not torch.equal(copied(x), layer(x))
-        copied.reset()
-        torch.testing.assert_close(copied(x), expected, rtol=0, atol=0)
+        expected = torch.tanh(copied_layer.linear(x))
+        torch.testing.assert_close(copied_layer(x), expected, rtol=0, atol=0)
+        assert not torch.equal(copied_layer(x), layer(x))
+        copied_layer.reset()
+        torch.testing.assert_close(copied_layer(x), expected, rtol=0, atol=0)
 
 
-def test_keyword_arguments(device: torch.device) -> None:
+def test_keyword_arguments_equal_eager(device: torch.device) -> None:
     model, eager = layers(2), layers(2)
     make_graphed_callables(
         model,
@@ -260,14 +258,14 @@ def test_keyword_arguments(device: torch.device) -> None:
         sample_kwargs=({"mask": torch.ones(2, 4)}, {"mask": None, "scale": torch.zeros(1, requires_grad=True)}),
     )
     x, mask = data(0), (data(1) > 0).float()
-    scale, other = (torch.full((1,), 3.0, requires_grad=True) for _ in range(2))
-    ours = model[1](model[0](x, mask=mask), scale=scale, mask=None)
-    theirs = eager[1](eager[0](x, mask=mask), scale=other)
+    our_scale, their_scale = (torch.full((1,), 3.0, requires_grad=True) for _ in range(2))
+    ours = model[1](model[0](x, mask=mask), scale=our_scale, mask=None)
+    theirs = eager[1](eager[0](x, mask=mask), scale=their_scale)
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
     ours.sum().backward()
     theirs.sum().backward()
     torch.testing.assert_close(gradients(*model), gradients(*eager), rtol=0, atol=0)
-    torch.testing.assert_close(scale.grad, other.grad, rtol=0, atol=0)
+    torch.testing.assert_close(our_scale.grad, their_scale.grad, rtol=0, atol=0)
     with pytest.raises(ReplayMismatch, match="missing mask"):
         model[0](x)
 
@@ -279,7 +277,7 @@ def test_one_module_takes_one_dict_of_keyword_arguments(device: torch.device) ->
     torch.testing.assert_close(layer(mask=mask, x=x), eager(x, mask), rtol=0, atol=0)
 
 
-def test_lengths_that_disagree_are_refused() -> None:
+def test_sequences_of_different_lengths_are_refused() -> None:
     two = layers(2)
     with pytest.raises(CaptureError, match=r"1 sample_args.*2 modules"):
         make_graphed_callables(two, ((sample(),),))
@@ -292,7 +290,7 @@ def test_lengths_that_disagree_are_refused() -> None:
     assert all("forward" not in vars(m) for m in two)
 
 
-def test_unused_inputs(device: torch.device) -> None:
+def test_unused_inputs_must_be_allowed(device: torch.device) -> None:
     torch.manual_seed(0)
     pair = Pair()
     with pytest.raises(CaptureError, match=r"input 1 .*allow_unused_input"):
@@ -311,7 +309,7 @@ def test_unused_inputs(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("graphed_in", [True, False])
-def test_the_other_training_mode_runs_the_original(device: torch.device, graphed_in: bool) -> None:
+def test_the_other_training_mode_runs_the_original_forward(device: torch.device, graphed_in: bool) -> None:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(4, 4), nn.Dropout(1.0)).train(graphed_in)
     pool = GraphPool()
@@ -328,20 +326,20 @@ def test_the_other_training_mode_runs_the_original(device: torch.device, graphed
     module.train(not graphed_in)
     other_rows = data(0, rows=3).requires_grad_()
     module(other_rows).sum().backward()
-    assert other_rows.grad is not None, "the original takes any shape, and trains"
+    assert other_rows.grad is not None, "the original forward takes any shape, and trains"
 
 
-def test_an_eval_graph_replays_whatever_the_grad_mode(device: torch.device) -> None:
+def test_a_graph_of_eval_mode_replays_in_any_grad_mode(device: torch.device) -> None:
     (layer,), (eager,) = layers(1), layers(1)
     pool = GraphPool()
     make_graphed_callables(layer.eval(), (sample(),), pool=pool)
     x = data(0).requires_grad_()
     with torch.no_grad():
         torch.testing.assert_close(layer(x), eager(x), rtol=0, atol=0)
-    assert not layer(x).requires_grad, "a graph captured in eval mode has no backward, and says so"
+    assert not layer(x).requires_grad, "a graph captured in eval mode has no backward"
     assert pool.graphs[0].record.replays == 2
     with pool.disabled():
-        assert layer(x).requires_grad, "the original has one"
+        assert layer(x).requires_grad, "the original forward has a backward"
 
 
 def test_modules_in_different_modes_are_refused() -> None:
@@ -351,7 +349,7 @@ def test_modules_in_different_modes_are_refused() -> None:
         make_graphed_callables(two, ((sample(),), (sample(),)))
 
 
-def test_only_modules(device: torch.device) -> None:
+def test_only_modules_are_accepted(device: torch.device) -> None:
     with pytest.raises(CaptureError, match=r"modules\[0\] is a function"):
         make_graphed_callables(lambda x: x, (sample(),))
     with pytest.raises(CaptureError, match="no modules"):
@@ -400,7 +398,7 @@ def test_a_foreign_pool_is_refused() -> None:
     assert "forward" not in vars(layer)
 
 
-def test_reset_gives_back_the_original_forward(device: torch.device) -> None:
+def test_reset_restores_the_original_forward(device: torch.device) -> None:
     pool = GraphPool()
     (layer,), (eager,) = layers(1), layers(1)
     graphed = make_graphed_callables(layer, (sample(),), pool=pool)
@@ -413,7 +411,7 @@ def test_reset_gives_back_the_original_forward(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_a_pool_that_is_reset_leaves_modules_that_run_and_train(device: torch.device, training: bool) -> None:
+def test_modules_run_and_train_after_a_reset_of_their_pool(device: torch.device, training: bool) -> None:
     pool = GraphPool()
     (layer,), (eager,) = layers(1), layers(1)
     make_graphed_callables(layer.train(training), (sample(),), pool=pool)
@@ -423,7 +421,7 @@ def test_a_pool_that_is_reset_leaves_modules_that_run_and_train(device: torch.de
     torch.testing.assert_close(gradients(layer), gradients(eager), rtol=0, atol=0)
 
 
-def test_reset_of_a_microbatch_gives_its_memory_back(device: torch.device) -> None:
+def test_reset_of_a_microbatch_frees_its_memory(device: torch.device) -> None:
     pool = GraphPool()
     (layer,), (eager,) = layers(1), layers(1)
     first, second = make_graphed_callables((layer,), [(sample(),)] * 2, _order=[1, 1, -1, -1], pool=pool)
@@ -442,8 +440,8 @@ MERGED = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_
 PROPOSED = ("forward_pre", "forward", "pre_backward", "backward")
 
 
-def recording() -> bool:
-    """Whether a backend is recording at the moment."""
+def is_recording() -> bool:
+    """Whether a backend is capturing now."""
     modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
     capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
     return capturing or bool(modes)
@@ -456,7 +454,7 @@ class Log:
 
     def hook(self, name: str) -> Callable[..., None]:
         def hook(module: nn.Module) -> None:
-            assert not recording()
+            assert not is_recording()
             self.calls.append(name)
             self.arguments.append((module,))
 
@@ -493,24 +491,24 @@ def test_hooks_follow_the_order(device: torch.device, keys: Sequence[str]) -> No
     assert log.calls[: -len(captured)] == [f"{m}:{p}{s}" for m in "ab" for p in "fb" for s in "<>"]
 
 
-def test_a_hook_that_takes_more_than_the_module_gets_what_a_module_hook_gets(device: torch.device) -> None:
+def test_hooks_get_the_arguments_of_module_hooks(device: torch.device) -> None:
     (layer,) = layers(1)
-    seen: list[tuple[str, Any]] = []
+    calls: list[tuple[str, Any]] = []
 
     def pre(module: nn.Module, args: Any) -> None:
-        seen.append(("pre", args))
+        calls.append(("pre", args))
 
     def pre_with_kwargs(module: nn.Module, args: Any, kwargs: Any) -> None:
-        seen.append(("pre_with_kwargs", (args, kwargs)))
+        calls.append(("pre_with_kwargs", (args, kwargs)))
 
     def post(module: nn.Module, args: Any, output: Any, label: str = "post") -> None:
-        seen.append((label, (args, output)))
+        calls.append((label, (args, output)))
 
     def post_with_kwargs(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        seen.append(("post_with_kwargs", (args, kwargs, output)))
+        calls.append(("post_with_kwargs", (args, kwargs, output)))
 
     def rest(module: nn.Module, *rest: Any) -> None:
-        seen.append(("rest", rest))
+        calls.append(("rest", rest))
 
     hooks = {
         "forward_pre": {3: pre, 1: pre_with_kwargs, 2: rest},
@@ -519,30 +517,30 @@ def test_a_hook_that_takes_more_than_the_module_gets_what_a_module_hook_gets(dev
     }
     make_graphed_callables(layer, (sample(),), 1, sample_kwargs={"mask": torch.ones(2, 4)}, capture_time_hooks=[hooks])
     names = ["pre", "pre_with_kwargs", "rest", "post", "post_with_kwargs", "rest", "rest"]
-    assert [name for name, _ in seen] == names * 2, "in the order of the dictionary, in warm-up and capture"
-    for (name, first), (_, second) in zip(seen[:7], seen[7:], strict=True):
+    assert [name for name, _ in calls] == names * 2, "in the order of the dictionary, in warm-up and capture"
+    for (name, first), (_, second) in zip(calls[:7], calls[7:], strict=True):
         assert describe(first) == describe(second), f"{name}: other arguments in warm-up than in capture"
     tensor = ("tensor", (2, 4), True)
-    assert describe(seen[0][1]) == (tensor,)
-    assert describe(seen[1][1]) == ((tensor,), {"mask": ("tensor", (2, 4), False)})
-    assert describe(seen[3][1]) == ((tensor,), tensor)
-    assert describe(seen[4][1]) == ((tensor,), {"mask": ("tensor", (2, 4), False)}, tensor)
-    assert [arguments for name, arguments in seen if name == "rest"] == [()] * 6
+    assert describe(calls[0][1]) == (tensor,)
+    assert describe(calls[1][1]) == ((tensor,), {"mask": ("tensor", (2, 4), False)})
+    assert describe(calls[3][1]) == ((tensor,), tensor)
+    assert describe(calls[4][1]) == ((tensor,), {"mask": ("tensor", (2, 4), False)}, tensor)
+    assert [arguments for name, arguments in calls if name == "rest"] == [()] * 6
 
 
-def test_hooks_as_merged_are_called_as_module_hooks_are(device: torch.device) -> None:
-    """Hooks as Megatron's FSDP writes them for Transformer Engine: ids tell which of them take kwargs."""
+def test_hooks_in_the_merged_format_are_called_like_module_hooks(device: torch.device) -> None:
+    """Hooks as Megatron's FSDP passes them to Transformer Engine, with the ids of those that take kwargs."""
     (layer,) = layers(1)
-    seen: dict[str, tuple[Any, ...]] = {}
+    calls: dict[str, tuple[Any, ...]] = {}
 
     def hook(name: str) -> Callable[..., None]:
         def record(*arguments: Any) -> None:
-            seen[name] = describe(arguments[1:])
+            calls[name] = describe(arguments[1:])
 
         return record
 
     def reshard(module: nn.Module, grad_input: Any, grad_output: Any) -> None:
-        seen["reshard"] = (grad_input, grad_output)
+        calls["reshard"] = (grad_input, grad_output)
 
     hooks = {
         "forward_pre_hooks": {0: hook("pre"), 1: hook("pre with kwargs")},
@@ -554,12 +552,12 @@ def test_hooks_as_merged_are_called_as_module_hooks_are(device: torch.device) ->
     }
     make_graphed_callables(layer, (sample(),), 1, sample_kwargs={"mask": torch.ones(2, 4)}, capture_time_hooks=[hooks])
     x, kwargs = ("tensor", (2, 4), True), {"mask": ("tensor", (2, 4), False)}
-    assert seen == {
+    assert calls == {
         "pre": ((x,),),
         "pre with kwargs": ((x,), kwargs),
         "post": ((x,), x),
         "post with kwargs": ((x,), kwargs, x),
-        "unshard": ((),),  # in place of gradients
+        "unshard": ((),),  # no gradients are passed
         "reshard": ((), ()),
     }
 
@@ -628,12 +626,12 @@ def test_warm_up_hooks_run_once_globally(device: torch.device, order: list[int] 
     names = [log.entry("a", MERGED), log.entry("b", MERGED)]
 
     def pre() -> str:
-        assert not recording()
+        assert not is_recording()
         log.calls.append("pre")
-        return "their value means nothing"
+        return "an ignored value"
 
     def post() -> None:
-        assert not recording()
+        assert not is_recording()
         log.calls.append("post")
 
     make_graphed_callables(
@@ -655,8 +653,8 @@ def test_warm_up_hooks_run_once_globally(device: torch.device, order: list[int] 
 def test_a_kept_gradient_is_not_overwritten_by_the_next_replay(device: torch.device, clone: bool) -> None:
     (layer,), (eager,) = layers(1), layers(1)
     make_graphed_callables(layer, (sample(),), clone_param_grads_on_return=clone)
-    kept: list[Tensor] = []
-    handle = layer.linear.weight.register_hook(kept.append)
+    kept_gradients: list[Tensor] = []
+    handle = layer.linear.weight.register_hook(kept_gradients.append)
     expected = []
     for step in range(3):
         for module in (layer, eager):
@@ -664,7 +662,7 @@ def test_a_kept_gradient_is_not_overwritten_by_the_next_replay(device: torch.dev
             module(data(step)).square().sum().backward()
         expected.append(eager.linear.weight.grad)
     handle.remove()
-    torch.testing.assert_close(kept, expected, rtol=0, atol=0)
+    torch.testing.assert_close(kept_gradients, expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("clone", [True, False])
@@ -677,7 +675,7 @@ def test_gradients_accumulate(device: torch.device, clone: bool) -> None:
     torch.testing.assert_close(gradients(layer), gradients(eager), rtol=0, atol=0)
 
 
-# -- what needs FP8 --------------------------------------------------------------------------------
+# -- FP8 -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -705,7 +703,7 @@ def test_an_argument_in_both_spellings_is_refused(old_and_new: tuple[str, str]) 
         make_graphed_callables(layers(1), ((sample(),),), **dict.fromkeys(old_and_new, False))
 
 
-def test_fp8_arguments_that_ask_for_nothing_are_accepted() -> None:
+def test_disabled_fp8_arguments_are_accepted() -> None:
     (layer,) = layers(1)
     make_graphed_callables(
         layer, (sample(),), fp8_enabled=False, fp8_calibrating=False, fp8_recipe=object(), fp8_weight_caching=False,
@@ -715,7 +713,7 @@ def test_fp8_arguments_that_ask_for_nothing_are_accepted() -> None:
 
 
 def test_transformer_engine_modules_are_refused_by_class() -> None:
-    """Replaces Transformer Engine's Linear: only the package of a class, or of one of its bases, matters."""
+    """With a stand-in: only the package of a class or of its bases counts."""
     theirs = type("Linear", (nn.Linear,), {"__module__": "transformer_engine.pytorch.module.linear"})
     derived = type("ColumnLinear", (theirs,), {"__module__": __name__})
     for inner in (theirs, derived):
@@ -733,7 +731,7 @@ def test_delayed_weight_gradients_are_refused() -> None:
         make_graphed_callables(Delayed(), (sample(),))
 
 
-def test_positional_arguments_have_transformer_engines_order() -> None:
+def test_positional_arguments_are_in_transformer_engines_order() -> None:
     assert list(inspect.signature(make_graphed_callables).parameters)[:20] == [
         "modules", "sample_args", "num_warmup_iters", "allow_unused_input", "sample_kwargs",
         "fp8_enabled", "fp8_calibrating", "fp8_recipe", "fp8_group", "fp8_weight_caching",
@@ -751,9 +749,9 @@ def test_a_backward_runs_again_if_its_graph_was_retained(device: torch.device) -
     for step in range(2):
         x, y = data(step).requires_grad_(), data(step).requires_grad_()
         ours, theirs = model[1](model[0](x)), eager[1](eager[0](y))
-        for again in range(3):
-            ours.backward(data(10 + again), retain_graph=again < 2)
-            theirs.backward(data(10 + again), retain_graph=again < 2)
+        for attempt in range(3):
+            ours.backward(data(10 + attempt), retain_graph=attempt < 2)
+            theirs.backward(data(10 + attempt), retain_graph=attempt < 2)
             torch.testing.assert_close(gradients(*model), gradients(*eager), rtol=0, atol=0)
             torch.testing.assert_close(x.grad, y.grad, rtol=0, atol=0)
         with pytest.raises((StaleGraph, RuntimeError), match=r"already ran|second time"):
@@ -771,7 +769,7 @@ def test_a_retained_forward_is_not_overwritten(device: torch.device) -> None:
     layer(data(1).requires_grad_()).sum().backward()
 
 
-def test_graphs_captured_later_leave_a_retained_forward_alone(device: torch.device) -> None:
+def test_later_graphs_leave_a_retained_forward_alone(device: torch.device) -> None:
     model, eager = layers(3), layers(3)
     make_graphed_callables(model, ((sample(),),) * 3, retain_graph_in_backward=True)
     ours, theirs = model[1](data(0)), eager[1](data(0))
@@ -795,10 +793,10 @@ def test_a_later_microbatch_leaves_a_retained_one_alone(device: torch.device, re
         (layer,), [(sample(),)] * 2, _order=[1, -1, 1, -1], retain_graph_in_backward=True,
         _reuse_graph_input_output_buffers=reuse,
     )  # fmt: skip
-    for one, other in ((first, second), (eager, eager)):
-        y = one(data(0))
+    for retained, later in ((first, second), (eager, eager)):
+        y = retained(data(0))
         y.backward(data(1), retain_graph=True)
-        other(data(2)).backward(data(3))
+        later(data(2)).backward(data(3))
         y.backward(data(4))
     torch.testing.assert_close(gradients(layer), gradients(eager), rtol=0, atol=0)
 
@@ -815,11 +813,11 @@ def test_without_retain_graph_a_second_backward_is_refused(device: torch.device)
 # -- documentation -----------------------------------------------------------------------------------
 
 
-def test_the_documentation_has_every_argument_and_its_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_arguments_are_documented_and_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     text = (Path(__file__).parents[2] / "docs" / "transformer_engine.md").read_text(encoding="utf-8")
     table = [line.split("|")[1] for line in text.splitlines() if line.startswith("|")]
-    named = {name for cell in table for name in re.findall(r"`(\w+)`", cell)}
-    assert set(inspect.signature(make_graphed_callables).parameters) - named == set()
+    documented = {name for cell in table for name in re.findall(r"`(\w+)`", cell)}
+    assert set(inspect.signature(make_graphed_callables).parameters) - documented == set()
     (example,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
     exec(compile(example, "docs/transformer_engine.md", "exec"), {})
     norms = [float(line.split()[1]) for line in capsys.readouterr().out.splitlines()]

@@ -1,6 +1,6 @@
-"""A program for `test_peak_memory.py`: two steps of a run, in a process of its own.
+"""A program for `test_peak_memory.py`: two steps of a run, in a separate process.
 
-Prints, as JSON, the bytes that the process had before the run, the most that it had, and what was planned.
+Prints, as JSON, the resident bytes before the run, the peak, and the planned bytes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def main() -> None:
     planned = make_plan(config, device="cpu").peak
     tiny = "model.tiny={layers: 1, width: 32, heads: 2, kv_heads: 1, mlp: 64, max_length: 128}"
     train(load_config(sys.argv[1], [tiny, f"output={config.output}/tiny"]), World(0, 1, "cpu"))
-    before = resident_bytes()  # with the libraries and their compiled kernels
+    before = resident_bytes()  # includes libraries and compiled kernels
     train(config, World(0, 1, "cpu"))
     peak = peak_resident_bytes()
     print(json.dumps({"before": before, "peak": peak, "planned": planned}))

@@ -1,4 +1,4 @@
-"""Plans of many ranks: what each layout needs, which one is proposed, and how a step scales."""
+"""Plans of many ranks: the memory of each layout, proposals, and how a step scales."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from rollgraph.policy.weights import SHARDED_BASE
 from rollgraph.run.setup import make_model
 from tests.parallel.lockstep import Room, RoomCollectives, run_ranks
 from tests.parallel.test_ring import storages
-from tests.plan.test_memory_plan import call, line
+from tests.plan.test_memory_plan import line_bytes, run_plan
 
 QWEN_32B = {
     "model_type": "qwen2",
@@ -49,7 +49,7 @@ QKV = 5120 * (40 + 2 * 8) * 128 + (40 + 2 * 8) * 128  # with its bias
 OUT = 40 * 128 * 5120
 MLP = 3 * 5120 * 27648
 LAYER = NORMS + QKV + OUT + MLP
-REST = 2 * 152064 * 5120 + 5120  # embedding, head and the last norm
+REST = 2 * 152064 * 5120 + 5120  # embedding, head and final norm
 PARAMETERS = 64 * LAYER + REST
 RUN = """
 data: {{train: t.jsonl, prompts_per_step: 64, max_prompt_tokens: 512}}
@@ -58,7 +58,7 @@ reward: {{functions: [{{name: exact_match}}]}}
 algorithm: {{kl_coef: 0.01}}
 model: {{path: {folder}}}
 """
-SETTLED = (  # nothing is left to choose
+SETTLED = (  # leaves nothing to choose
     "train.microbatch_tokens=8192",
     "memory.logits=chunks",
     "model.checkpointing=32",
@@ -81,121 +81,122 @@ def run_file(folder: Path) -> str:
     return str(path)
 
 
-def configured(folder: Path, *overrides: str) -> Config:
+def make_config(folder: Path, *overrides: str) -> Config:
     return parse_config(RUN.format(folder=folder), overrides)
 
 
-def planned(folder: Path, *overrides: str, **options: Any) -> Plan:
-    return make_plan(configured(folder, *SETTLED, *overrides), **options)
+def make_settled_plan(folder: Path, *overrides: str, **options: Any) -> Plan:
+    return make_plan(make_config(folder, *SETTLED, *overrides), **options)
 
 
 # -- memory ------------------------------------------------------------------------------------------
 
 
-def test_ranks_that_shard_parameters_keep_a_part_and_gather_the_rest(folder: Path) -> None:
-    plan = planned(folder, "shard=parameters", ranks=8)
-    assert line(plan, "parameters") == 2 * 64 * LAYER // 8
-    assert line(plan, "ring of layers") == 2 * 2 * LAYER
-    assert line(plan, "embedding and head") == 2 * REST
-    assert line(plan, "parameters, gathered") == 2 * 64 * LAYER
-    assert line(plan, "gradients, fp32") == 4 * (PARAMETERS // 8 + 2 * LAYER + REST)
-    assert line(plan, "optimizer") == pytest.approx(12 * PARAMETERS / 8, rel=1e-3)
-    assert line(plan, "reference") == pytest.approx(2 * PARAMETERS / 8, rel=1e-3)
+def test_memory_of_a_rank_with_sharded_parameters(folder: Path) -> None:
+    plan = make_settled_plan(folder, "shard=parameters", ranks=8)
+    assert line_bytes(plan, "parameters") == 2 * 64 * LAYER // 8
+    assert line_bytes(plan, "ring of layers") == 2 * 2 * LAYER
+    assert line_bytes(plan, "embedding and head") == 2 * REST
+    assert line_bytes(plan, "parameters, gathered") == 2 * 64 * LAYER
+    assert line_bytes(plan, "gradients, fp32") == 4 * (PARAMETERS // 8 + 2 * LAYER + REST)
+    assert line_bytes(plan, "optimizer") == pytest.approx(12 * PARAMETERS / 8, rel=1e-3)
+    assert line_bytes(plan, "reference") == pytest.approx(2 * PARAMETERS / 8, rel=1e-3)
 
 
-def test_all_layers_are_there_to_generate_and_to_score(folder: Path) -> None:
-    plan = planned(folder, "shard=parameters", ranks=8)
+def test_generation_and_scoring_gather_all_layers(folder: Path) -> None:
+    plan = make_settled_plan(folder, "shard=parameters", ranks=8)
     phases = {entry.name: entry.phases for entry in plan.lines}
     assert phases["parameters, gathered"] == ("generate", "score")
     assert phases["ring of layers"] == phases["embedding and head"] == PHASES
     assert phases["gradients, fp32"] == ("train",)
-    written = planned(folder, "shard=parameters", "algorithm={name: sft}", "reward.functions=[]", ranks=8)
-    assert line(written, "parameters, gathered") == 0  # it does neither
+    supervised = make_settled_plan(folder, "shard=parameters", "algorithm={name: sft}", "reward.functions=[]", ranks=8)
+    assert line_bytes(supervised, "parameters, gathered") == 0  # supervised training has neither phase
 
 
-def test_gathered_parameters_lie_in_the_pool(folder: Path) -> None:
-    """The peak is what is always there, gradients, and the pool of graphs, which has room for all layers."""
-    plan = planned(folder, "shard=parameters", ranks=8)
-    always = [entry for entry in plan.lines if entry.where == "device" and entry.phases == PHASES]
-    others = sum(entry.nbytes for entry in always if entry.name not in ("fragments", "not shared"))
+def test_gathered_parameters_lie_in_the_graph_pool(folder: Path) -> None:
+    """The peak is permanent memory, gradients, and the graph pool, which has room for all layers."""
+    plan = make_settled_plan(folder, "shard=parameters", ranks=8)
+    permanent = [entry for entry in plan.lines if entry.where == "device" and entry.phases == PHASES]
+    permanent_bytes = sum(entry.nbytes for entry in permanent if entry.name not in ("fragments", "not shared"))
     pool = pool_bytes(plan.choice.settings.shape, plan.lines)
-    assert plan.peak == others + line(plan, "gradients, fp32") + pool
-    assert pool > line(plan, "parameters, gathered")
+    assert plan.peak == permanent_bytes + line_bytes(plan, "gradients, fp32") + pool
+    assert pool > line_bytes(plan, "parameters, gathered")
     less, more = (
-        planned(folder, "shard=parameters", f"train.microbatch_tokens={tokens}", ranks=8) for tokens in (2560, 4096)
+        make_settled_plan(folder, "shard=parameters", f"train.microbatch_tokens={tokens}", ranks=8)
+        for tokens in (2560, 4096)
     )
-    assert line(more, "activations") - line(less, "activations") > 10 * GIB
-    assert more.peak - less.peak < 5 * GIB  # they lie where the layers do
+    assert line_bytes(more, "activations") - line_bytes(less, "activations") > 10 * GIB
+    assert more.peak - less.peak < 5 * GIB  # activations share memory with gathered layers
 
 
-def test_gathered_parameters_have_memory_of_their_own_on_a_cpu(folder: Path) -> None:
-    plan = planned(folder, "shard=parameters", "memory.cache_gib=1", ranks=8, device="cpu")
-    without = sum(entry.nbytes for entry in plan.lines if "train" in entry.phases)
-    assert plan.peak >= without + line(plan, "parameters, gathered") - line(plan, "not shared")
+def test_gathered_parameters_add_memory_on_a_cpu(folder: Path) -> None:
+    plan = make_settled_plan(folder, "shard=parameters", "memory.cache_gib=1", ranks=8, device="cpu")
+    training_bytes = sum(entry.nbytes for entry in plan.lines if "train" in entry.phases)
+    assert plan.peak >= training_bytes + line_bytes(plan, "parameters, gathered") - line_bytes(plan, "not shared")
 
 
 def test_one_rank_has_nothing_to_shard(folder: Path) -> None:
-    assert planned(folder, "shard=parameters").lines == planned(folder).lines
+    assert make_settled_plan(folder, "shard=parameters").lines == make_settled_plan(folder).lines
 
 
-def test_what_a_rank_keeps_falls_with_the_ranks_and_what_it_gathers_does_not(folder: Path) -> None:
-    plans = [planned(folder, "shard=parameters", ranks=ranks, nodes=ranks // 4) for ranks in (4, 8, 16, 32)]
+def test_shards_shrink_with_the_ranks_and_gathered_layers_do_not(folder: Path) -> None:
+    plans = [make_settled_plan(folder, "shard=parameters", ranks=ranks, nodes=ranks // 4) for ranks in (4, 8, 16, 32)]
     for name in ("parameters", "optimizer", "reference", "copy for checkpoints"):
-        sizes = [line(plan, name) for plan in plans]
+        sizes = [line_bytes(plan, name) for plan in plans]
         for more, fewer in zip(sizes[1:], sizes, strict=False):
             assert more == pytest.approx(fewer / 2, rel=1e-3)
     for name in ("ring of layers", "embedding and head", "parameters, gathered", "activations"):
-        sizes = [line(plan, name) for plan in plans]
-        assert min(sizes) == pytest.approx(max(sizes), rel=1e-5)  # they are padded, so that all parts are equal
+        sizes = [line_bytes(plan, name) for plan in plans]
+        assert min(sizes) == pytest.approx(max(sizes), rel=1e-5)  # not exactly: padding makes all shards equal
     peaks = [plan.peak for plan in plans]
     assert peaks == sorted(peaks, reverse=True)
 
 
 @pytest.mark.parametrize("tensor", [2, 4, 8])
-def test_ranks_of_a_tensor_group_divide_the_layers(folder: Path, tensor: int) -> None:
-    whole, plan = planned(folder, ranks=8), planned(folder, f"tensor_parallel={tensor}", ranks=8)
+def test_tensor_parallel_ranks_shard_the_layers(folder: Path, tensor: int) -> None:
+    whole, plan = make_settled_plan(folder, ranks=8), make_settled_plan(folder, f"tensor_parallel={tensor}", ranks=8)
     local = 64 * (NORMS + (QKV + OUT + MLP) // tensor) + REST
     assert plan.choice.settings.shape.trainable_weights == local
-    assert line(plan, "parameters") == pytest.approx(2 * local, rel=1e-3)
-    assert line(plan, "gradients, fp32") == pytest.approx(4 * local, rel=1e-3)
-    assert line(plan, "reference") == line(plan, "parameters")
-    # The state is divided among the ranks that have the same part: with 8 ranks in groups of 8, there is one.
-    assert line(plan, "optimizer") == pytest.approx(12 * local * tensor / 8, rel=1e-3)
-    # Logits are whole.
-    assert line(plan, "logits, train") == line(whole, "logits, train")
-    assert line(plan, "logits, score") == line(whole, "logits, score")
+    assert line_bytes(plan, "parameters") == pytest.approx(2 * local, rel=1e-3)
+    assert line_bytes(plan, "gradients, fp32") == pytest.approx(4 * local, rel=1e-3)
+    assert line_bytes(plan, "reference") == line_bytes(plan, "parameters")
+    # Ranks with the same shard of the layers divide its state: with 8 ranks in groups of 8, there is one such rank.
+    assert line_bytes(plan, "optimizer") == pytest.approx(12 * local * tensor / 8, rel=1e-3)
+    # The head is not sharded.
+    assert line_bytes(plan, "logits, train") == line_bytes(whole, "logits, train")
+    assert line_bytes(plan, "logits, score") == line_bytes(whole, "logits, score")
 
 
-def test_the_cache_of_a_tensor_group_is_divided(folder: Path) -> None:
+def test_tensor_parallel_ranks_shard_the_kv_cache(folder: Path) -> None:
     def cache(tensor: int) -> int:
-        """Of all rows; with groups of 2 instead of 8 there are four times as many ranks for the samples."""
-        config = configured(folder, f"tensor_parallel={tensor}", "data.prompts_per_step=1024")
-        return line(make_plan(config, ranks=8), "key/value cache")
+        """Every rank fills its 256 rows, with groups of 2 as with groups of 8."""
+        config = make_config(folder, f"tensor_parallel={tensor}", "data.prompts_per_step=1024")
+        return line_bytes(make_plan(config, ranks=8), "key/value cache")
 
     tokens = 256 * 2560 + 16
     assert cache(2) == tokens * 64 * 2 * 4 * 128 * 2
     assert cache(8) == cache(2) // 4
 
 
-def test_activations_of_a_tensor_group_are_whole_only_where_the_stream_is() -> None:
-    """What is divided falls with the ranks, and what is not stays: linear in one over the ranks."""
-    kept = [Pass(ARCHITECTURE.sharded(tensor), 1024, 2, cuda=True).saved_by_layer() for tensor in (1, 2, 4, 8)]
-    assert kept[0] - kept[1] == 2 * (kept[1] - kept[2]) == 4 * (kept[2] - kept[3])
-    stream = 1024 * 2 * (5120 * 2 * 2 + 4)  # inputs and outputs of two norms, and their scales
-    assert kept[0] - stream == 8 * (kept[3] - stream)
+def test_tensor_parallel_activations_are_sharded_but_for_the_residual_stream() -> None:
+    """Sharded activations fall with the number of ranks, the residual stream does not: linear in 1 / ranks."""
+    saved = [Pass(ARCHITECTURE.sharded(tensor), 1024, 2, cuda=True).saved_by_layer() for tensor in (1, 2, 4, 8)]
+    assert saved[0] - saved[1] == 2 * (saved[1] - saved[2]) == 4 * (saved[2] - saved[3])
+    stream_bytes = 1024 * 2 * (5120 * 2 * 2 + 4)  # inputs, outputs and scales of two norms
+    assert saved[0] - stream_bytes == 8 * (saved[3] - stream_bytes)
 
 
-def test_a_sum_of_a_tensor_group_has_what_the_ranks_exchange() -> None:
-    """Small ones have the parts of all ranks; of a large one with more than two ranks, a rank adds up one part."""
-    for tokens, tensor, exchanged in ((1024, 2, 2 * 2 + 2 * 4), (1024, 8, 3 * 2 + 1), (64, 8, 8 * 2 + 2 * 4)):
-        divided = Pass(ARCHITECTURE.sharded(tensor), tokens, 2, cuda=True, tensor_parallel=tensor)
-        summed = tokens * 5120 * (exchanged + 2 * 2)
-        mlp = tokens * 2 * (2 * 5120 + 3 * 27648 // tensor)
-        assert divided.forward_workspace() == max(summed, mlp)
-    assert summed > mlp  # with eight ranks and few tokens
+def test_workspace_of_a_tensor_parallel_all_reduce() -> None:
+    """A small one gathers the summands of all ranks; in a large one over more than two ranks, a rank sums one part."""
+    for tokens, tensor, parts in ((1024, 2, 2 * 2 + 2 * 4), (1024, 8, 3 * 2 + 1), (64, 8, 8 * 2 + 2 * 4)):
+        sharded = Pass(ARCHITECTURE.sharded(tensor), tokens, 2, cuda=True, tensor_parallel=tensor)
+        sum_bytes = tokens * 5120 * (parts + 2 * 2)
+        mlp_bytes = tokens * 2 * (2 * 5120 + 3 * 27648 // tensor)
+        assert sharded.forward_workspace() == max(sum_bytes, mlp_bytes)
+    assert sum_bytes > mlp_bytes  # with eight ranks and few tokens
 
 
-def test_key_value_heads_are_repeated_where_there_are_fewer_than_ranks() -> None:
+def test_fewer_key_value_heads_than_ranks_are_replicated() -> None:
     a = Architecture("qwen2", vocabulary=64, hidden=96, mlp=64, layers=1, heads=8, kv_heads=2, head_dim=16)
     assert [(a.sharded(n).heads, a.sharded(n).kv_heads, a.sharded(n).mlp) for n in (1, 2, 4, 8)] == [
         (8, 2, 64),
@@ -207,32 +208,32 @@ def test_key_value_heads_are_repeated_where_there_are_fewer_than_ranks() -> None
 
 
 @pytest.mark.parametrize(
-    ("changes", "tensor", "wrong"),
+    ("changes", "tensor", "message"),
     [
         ({"num_attention_heads": 12, "num_key_value_heads": 4}, 8, "8 must divide the 12 heads"),
         ({"intermediate_size": 60}, 8, "8 must divide the 40 heads and the MLP's width of 60"),
         ({"num_attention_heads": 12, "num_key_value_heads": 3}, 2, "2 must divide the 3 key/value heads"),
     ],
 )
-def test_layers_that_cannot_be_divided_are_refused_and_not_proposed(
-    folder: Path, changes: dict[str, int], tensor: int, wrong: str
+def test_indivisible_layers_are_refused_and_not_proposed(
+    folder: Path, changes: dict[str, int], tensor: int, message: str
 ) -> None:
     (folder / "config.json").write_text(json.dumps(QWEN_32B | changes))
-    with pytest.raises(ConfigError, match=f"^tensor_parallel: {wrong}.*layers_divide"):
-        planned(folder, f"tensor_parallel={tensor}", ranks=8)
-    plan = planned(folder, ranks=8, layouts=True)
+    with pytest.raises(ConfigError, match=f"^tensor_parallel: {message}.*layers_divide"):
+        make_settled_plan(folder, f"tensor_parallel={tensor}", ranks=8)
+    plan = make_settled_plan(folder, ranks=8, layouts=True)
     assert tensor not in [option.layout.tensor_parallel for option in plan.layouts]
 
 
-def test_both_ways_to_divide_compose(folder: Path) -> None:
-    """Each rank keeps a part, by data, of its part, by layers."""
-    both = replace(configured(folder, *SETTLED), shard="parameters", tensor_parallel=4)  # a rule may refuse it
+def test_sharded_parameters_and_tensor_parallel_compose(folder: Path) -> None:
+    """Each rank keeps a data parallel shard of its tensor parallel shard."""
+    both = replace(make_config(folder, *SETTLED), shard="parameters", tensor_parallel=4)  # a rule refuses it
     plan = make_plan(both, ranks=16, nodes=2)
     local = 64 * (NORMS + (QKV + OUT + MLP) // 4) + REST
-    assert line(plan, "parameters") == pytest.approx(2 * (local - REST) / 4, rel=1e-5)
-    assert line(plan, "parameters, gathered") == pytest.approx(2 * (local - REST), rel=1e-5)
-    assert line(plan, "ring of layers") == pytest.approx(2 * 2 * (local - REST) / 64, rel=1e-5)
-    assert line(plan, "optimizer") == pytest.approx(12 * local / 4, rel=1e-3)
+    assert line_bytes(plan, "parameters") == pytest.approx(2 * (local - REST) / 4, rel=1e-5)
+    assert line_bytes(plan, "parameters, gathered") == pytest.approx(2 * (local - REST), rel=1e-5)
+    assert line_bytes(plan, "ring of layers") == pytest.approx(2 * 2 * (local - REST) / 64, rel=1e-5)
+    assert line_bytes(plan, "optimizer") == pytest.approx(12 * local / 4, rel=1e-3)
 
 
 # -- proposals ---------------------------------------------------------------------------------------
@@ -240,8 +241,8 @@ def test_both_ways_to_divide_compose(folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [80e9, 141e9])
-def test_a_32b_model_on_eight_gpus_is_told_to_divide_layers(folder: Path, size: float) -> None:
-    plan = make_plan(configured(folder), ranks=8, device_bytes=int(size))
+def test_tensor_parallel_is_proposed_for_a_32b_model_on_eight_gpus(folder: Path, size: float) -> None:
+    plan = make_plan(make_config(folder), ranks=8, device_bytes=int(size))
     assert plan.fits is False
     assert plan.proposal.startswith("shard: optimizer needs ")
     assert " to train on each of 8 ranks, which have " in plan.proposal
@@ -249,7 +250,7 @@ def test_a_32b_model_on_eight_gpus_is_told_to_divide_layers(folder: Path, size: 
     assert best.setting.startswith("tensor_parallel: ")
     assert f": use {best.setting} (needs " in plan.proposal
     assert f"What would fit: {best.setting} (needs " in plan.misfit
-    # What is proposed does fit, and nothing that fits is faster.
+    # The proposal fits, and no layout that fits is faster.
     proposed = make_plan(best.config, ranks=8, device_bytes=int(size))
     assert proposed.fits
     fitting = [option.seconds for option in plan.layouts if option.choice.fits]
@@ -257,60 +258,62 @@ def test_a_32b_model_on_eight_gpus_is_told_to_divide_layers(folder: Path, size: 
 
 
 @pytest.mark.slow
-def test_sharded_parameters_that_do_not_fit_to_generate_are_told_so(folder: Path) -> None:
-    plan = make_plan(configured(folder, "shard=parameters"), ranks=8, device_bytes=int(80e9))
+def test_a_misfit_of_sharded_parameters_names_generation(folder: Path) -> None:
+    plan = make_plan(make_config(folder, "shard=parameters"), ranks=8, device_bytes=int(80e9))
     assert plan.fits is False
     assert plan.peak_phase == "generate"
     needed = plan.proposal.removeprefix("shard: parameters needs ").partition(" GiB to generate on each of 8 ranks")
-    assert float(needed[0]) > 2 * PARAMETERS / 2**30  # all parameters are there to generate
+    assert float(needed[0]) > 2 * PARAMETERS / 2**30  # generation needs all parameters
     assert ": use shard: optimizer, tensor_parallel: " in plan.proposal
 
 
-def test_a_layout_that_is_the_fastest_needs_no_proposal(folder: Path) -> None:
-    assert make_plan(configured(folder, "tensor_parallel=4"), ranks=8, device_bytes=int(141e9)).proposal == ""
-    slow = make_plan(configured(folder, "tensor_parallel=8"), ranks=8, device_bytes=int(141e9), layouts=True)
+def test_the_fastest_layout_has_no_proposal(folder: Path) -> None:
+    assert make_plan(make_config(folder, "tensor_parallel=4"), ranks=8, device_bytes=int(141e9)).proposal == ""
+    slow = make_plan(make_config(folder, "tensor_parallel=8"), ranks=8, device_bytes=int(141e9), layouts=True)
     assert slow.fits
     assert slow.proposal.endswith(" is faster")
 
 
-def test_layouts_that_a_run_would_refuse_are_not_compared(folder: Path) -> None:
-    """Each rank with samples of its own needs a prompt."""
-    few = make_plan(configured(folder, "data.prompts_per_step=4", "tensor_parallel=2"), ranks=8, layouts=True)
-    assert [option.layout.describe() for option in few.layouts] == [f"tensor_parallel: {n}" for n in (2, 4, 8)]
-    assert make_plan(configured(folder), layouts=True).layouts == ()
+def test_layouts_that_a_run_refuses_are_not_compared(folder: Path) -> None:
+    """Each data parallel rank needs a prompt."""
+    compared = make_plan(make_config(folder, "data.prompts_per_step=4", "tensor_parallel=2"), ranks=8, layouts=True)
+    assert [option.layout.describe() for option in compared.layouts] == [f"tensor_parallel: {n}" for n in (2, 4, 8)]
+    assert make_plan(make_config(folder), layouts=True).layouts == ()
 
 
-def test_exchanges_through_host_memory_in_graphs_are_refused_and_not_proposed(folder: Path) -> None:
-    """A run whose ranks share a GPU would refuse them."""
+def test_staged_collectives_in_graphs_are_refused_and_not_proposed(folder: Path) -> None:
+    """A run whose ranks share a GPU would refuse this layout."""
     sharing = "ranks.backend=gloo"
     with pytest.raises(ConfigError, match=r"^graph\.impl: .* set this to none.*exchanges_in_graphs"):
-        planned(folder, "tensor_parallel=2", sharing, ranks=2)
-    tensor = [option.layout.tensor_parallel for option in planned(folder, sharing, ranks=2, layouts=True).layouts]
+        make_settled_plan(folder, "tensor_parallel=2", sharing, ranks=2)
+    tensor = [
+        option.layout.tensor_parallel for option in make_settled_plan(folder, sharing, ranks=2, layouts=True).layouts
+    ]
     assert tensor == [1, 1]
-    eager = planned(folder, sharing, "graph.impl=none", ranks=2, layouts=True)
+    eager = make_settled_plan(folder, sharing, "graph.impl=none", ranks=2, layouts=True)
     assert [option.layout.tensor_parallel for option in eager.layouts] == [1, 1, 2]
-    on_cpus = planned(folder, sharing, "memory.cache_gib=1", ranks=2, device="cpu", layouts=True)
+    on_cpus = make_settled_plan(folder, sharing, "memory.cache_gib=1", ranks=2, device="cpu", layouts=True)
     assert [option.layout.tensor_parallel for option in on_cpus.layouts] == [1, 1, 2]
 
 
-def test_ranks_that_shard_parameters_divide_the_base_of_adapters(folder: Path) -> None:
-    """Each keeps a part of all layers; A is in the adapters, and once more in what is multiplied with."""
-    plan = planned(folder, "shard=parameters", "adapter.rank=32", "model.checkpointing=32", ranks=8)
-    a = 32 * (3 * 5120 + 40 * 128 + 2 * 5120 + 27648)  # of q, k and v, of the output, of gate and up, and of down
+def test_sharded_parameters_include_the_base_of_adapters(folder: Path) -> None:
+    """Each keeps a shard of all layers. The matrices A are stored twice: in the adapters, and beside the base."""
+    plan = make_settled_plan(folder, "shard=parameters", "adapter.rank=32", "model.checkpointing=32", ranks=8)
+    a = 32 * (3 * 5120 + 40 * 128 + 2 * 5120 + 27648)  # for q, k and v, output, gate and up, and down
     b = 32 * ((40 + 2 * 8) * 128 + 5120 + 2 * 27648 + 5120)
-    padding = 64 * (2 * 32 * 5120)  # at most: rows that make matrices a multiple of 16, and the bias of those of A
+    padding = 64 * (2 * 32 * 5120)  # at most: rows up to a multiple of 16, and the bias of the rows of A
     base = 64 * (LAYER + a)
-    assert base <= line(plan, "base, frozen") * 8 / 2 <= base + padding
-    assert line(plan, "parameters") == 2 * 64 * (a + b) // 8
-    assert line(plan, "gradients, fp32") == 4 * (64 // 8 + 2) * (a + b)
-    assert line(plan, "optimizer") == 12 * 64 * (a + b) // 8
-    assert line(plan, "embedding and head") == pytest.approx(2 * REST, rel=1e-6)
-    gathered = line(plan, "parameters, gathered")
-    assert gathered == 8 * (line(plan, "base, frozen") + line(plan, "parameters"))
-    assert line(plan, "ring of layers") == gathered * 2 // 64
-    assert not any(entry.name == "reference" for entry in plan.lines)  # the base is
-    whole = planned(folder, "adapter.rank=32", "model.checkpointing=32", ranks=8)
-    assert line(whole, "base, frozen") == pytest.approx(8 * line(plan, "base, frozen") + 2 * REST, rel=1e-4)
+    assert base <= line_bytes(plan, "base, frozen") * 8 / 2 <= base + padding
+    assert line_bytes(plan, "parameters") == 2 * 64 * (a + b) // 8
+    assert line_bytes(plan, "gradients, fp32") == 4 * (64 // 8 + 2) * (a + b)
+    assert line_bytes(plan, "optimizer") == 12 * 64 * (a + b) // 8
+    assert line_bytes(plan, "embedding and head") == pytest.approx(2 * REST, rel=1e-6)
+    gathered = line_bytes(plan, "parameters, gathered")
+    assert gathered == 8 * (line_bytes(plan, "base, frozen") + line_bytes(plan, "parameters"))
+    assert line_bytes(plan, "ring of layers") == gathered * 2 // 64
+    assert not any(entry.name == "reference" for entry in plan.lines)  # the base is the reference
+    whole = make_settled_plan(folder, "adapter.rank=32", "model.checkpointing=32", ranks=8)
+    assert line_bytes(whole, "base, frozen") == pytest.approx(8 * line_bytes(plan, "base, frozen") + 2 * REST, rel=1e-4)
 
 
 TINY = """
@@ -326,11 +329,13 @@ shard: parameters
 
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("overrides", [[], ["adapter.rank=3"], ["adapter={rank: 5, targets: [v_proj, down_proj]}"]])
-def test_a_rank_holds_what_is_planned(tmp_path: Path, ranks: int, overrides: list[str]) -> None:
+def test_a_rank_with_sharded_parameters_holds_the_planned_bytes(
+    tmp_path: Path, ranks: int, overrides: list[str]
+) -> None:
     config = parse_config(TINY.format(output=tmp_path), overrides)
     plan = make_plan(config, ranks=ranks, device="cpu")
     names = ("base, frozen", "parameters", "ring of layers", "embedding and head", "gradients, fp32", "optimizer")
-    planned_bytes = sum(line(plan, name) for name in names)
+    planned_bytes = sum(line_bytes(plan, name) for name in names)
 
     def run(rank: int, room: Room) -> tuple[int, int]:
         model = make_model(config, make_tokenizer(config), "cpu")
@@ -343,37 +348,35 @@ def test_a_rank_holds_what_is_planned(tmp_path: Path, ranks: int, overrides: lis
         tensors = [*model.parameters(), *([] if base is None else model.buffers()), sharded.flat.gradient_memory]
         tensors += [bucket.resident for bucket in (*sharded.flat.buckets, *sharded.flat.frozen_buckets)]
         tensors += [tensor for shard in optimizer.state.shards for tensor in shard.values()]
-        reader = sharded.make_full_model()
-        copied = [*reader.parameters(), *([] if base is None else reader.buffers())]
+        full_model = sharded.make_full_model()
+        copied = [*full_model.parameters(), *([] if base is None else full_model.buffers())]
         return storages(tensors), storages([*tensors, *copied]) - storages(tensors)
 
     for held, copied in run_ranks(ranks, run):
         assert held == planned_bytes
-        assert copied == line(plan, "parameters, gathered")
+        assert copied == line_bytes(plan, "parameters, gathered")
 
 
-def test_adapters_have_every_layout(folder: Path) -> None:
-    """While it trains, a rank with a sharded base has room for what the whole base would take."""
-    plan = planned(folder, "adapter.rank=8", "shard=parameters", ranks=8, layouts=True)
+def test_adapters_are_planned_in_every_layout(folder: Path) -> None:
+    """While it trains, a rank with a sharded base has more room than one with the whole base."""
+    plan = make_settled_plan(folder, "adapter.rank=8", "shard=parameters", ranks=8, layouts=True)
     train = {option.layout.describe(): phase_bytes(option.choice.settings.lines, "train") for option in plan.layouts}
     assert train.keys() == {"shard: optimizer", "shard: parameters", *(f"tensor_parallel: {n}" for n in (2, 4, 8))}
     assert train["shard: optimizer"] - train["shard: parameters"] > 2 * 64 * LAYER * (7 / 8 - 2 / 64)
 
 
-def test_a_run_that_does_not_fit_is_refused_with_a_layout_that_does(
+def test_a_run_that_does_not_fit_is_refused_with_a_layout_that_fits(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(chosen_memory, "find_memory_budget", lambda world: MemoryBudget(int(80e9), int(200e9)))
-    inputs: Any = SimpleNamespace(
-        prompt_lengths=None, offline_data=None
-    )  # the rest is looked at when the memory is known to fit
+    inputs: Any = SimpleNamespace(prompt_lengths=None, offline_data=None)  # all that the check reads before memory fits
     with pytest.raises(DoesNotFit, match=r"8 ranks with shard: optimizer, .* fit: tensor_parallel: \d") as caught:
-        choose_memory(configured(folder), World(0, 8, "cuda:0"), inputs, print)
+        choose_memory(make_config(folder), World(0, 8, "cuda:0"), inputs, print)
     assert caught.value.suggestions[0].config.tensor_parallel > 1
 
 
 @pytest.mark.parametrize(("machines", "nodes"), [("aabb", 2), ("aaaa", 1), ("abcd", 4), ("aaab", 1)])
-def test_nodes_are_counted_if_they_have_equally_many_ranks(
+def test_nodes_count_if_they_have_equally_many_ranks(
     monkeypatch: pytest.MonkeyPatch, machines: str, nodes: int
 ) -> None:
     monkeypatch.setattr(chosen_memory, "run_on_some_ranks", lambda world, here, work: list(machines))
@@ -383,8 +386,8 @@ def test_nodes_are_counted_if_they_have_equally_many_ranks(
 # -- scaling -----------------------------------------------------------------------------------------
 
 
-def test_more_gpus_shorten_a_step_as_long_as_there_are_prompts(folder: Path) -> None:
-    plan = planned(folder, "tensor_parallel=4", ranks=8, scale="fixed")
+def test_more_gpus_shorten_a_step_of_fixed_size(folder: Path) -> None:
+    plan = make_settled_plan(folder, "tensor_parallel=4", ranks=8, scale="fixed")
     assert plan.scaling is not None
     points = plan.scaling.points
     assert [(point.layout.ranks, point.layout.nodes) for point in points] == [
@@ -395,11 +398,11 @@ def test_more_gpus_shorten_a_step_as_long_as_there_are_prompts(folder: Path) -> 
     assert plan.scaling.efficiency(points[0]) == 1
     last = plan.scaling.efficiency(points[-1])
     assert last is not None
-    assert 0 < last < 0.7  # few samples on each rank read all weights for every token
+    assert 0 < last < 0.7  # a rank with few samples still reads all weights for each token
 
 
-def test_a_step_that_grows_with_its_gpus_takes_hardly_longer(folder: Path) -> None:
-    plan = planned(folder, "tensor_parallel=8", ranks=8, scale="grown")
+def test_a_step_that_grows_with_its_gpus_takes_little_longer(folder: Path) -> None:
+    plan = make_settled_plan(folder, "tensor_parallel=8", ranks=8, scale="grown")
     assert plan.scaling is not None
     points = plan.scaling.points
     assert [point.layout.ranks for point in points] == [8 << n for n in range(8)]
@@ -409,40 +412,40 @@ def test_a_step_that_grows_with_its_gpus_takes_hardly_longer(folder: Path) -> No
     assert 1 < points[-1].seconds / points[1].seconds < 1.1
 
 
-def test_a_slow_network_is_seen_in_the_step(folder: Path) -> None:
+def test_a_slow_network_slows_the_step(folder: Path) -> None:
     slow = Network(Link(450e9, 3e-6), Link(1e8, 1e-3))
-    fast, late = (planned(folder, ranks=16, nodes=2, network=network) for network in (None, slow))
-    assert late.choice.settings.time.exposed > 100 * fast.choice.settings.time.exposed
-    alone = planned(folder, ranks=8, network=slow)
-    assert alone.choice.settings.time.exposed == planned(folder, ranks=8).choice.settings.time.exposed
+    fast_plan, slow_plan = (make_settled_plan(folder, ranks=16, nodes=2, network=network) for network in (None, slow))
+    assert slow_plan.choice.settings.time.exposed > 100 * fast_plan.choice.settings.time.exposed
+    alone = make_settled_plan(folder, ranks=8, network=slow)
+    assert alone.choice.settings.time.exposed == make_settled_plan(folder, ranks=8).choice.settings.time.exposed
 
 
 # -- the command -------------------------------------------------------------------------------------
 
 
-def test_prints_the_layout_its_communication_and_others(run_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_layouts_and_communication(run_file: str, capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--ranks", "16", "--nodes", "2", "--device-gib", "200", "--layouts", "--scale", "grown")
-    assert call(run_file, "shard=parameters", *SETTLED, *options) == 0
-    shown = capsys.readouterr().out
-    assert "memory of one of 16 ranks on 2 nodes, shard: parameters" in shown
-    assert "layers, gathered and reduced" in shown
-    assert "450 GB/s and 3 us inside a node, 50 GB/s and 10 us between nodes" in shown
+    assert run_plan(run_file, "shard=parameters", *SETTLED, *options) == 0
+    output = capsys.readouterr().out
+    assert "memory of one of 16 ranks on 2 nodes, shard: parameters" in output
+    assert "layers, gathered and reduced" in output
+    assert "450 GB/s and 3 us inside a node, 50 GB/s and 10 us between nodes" in output
     for first in ("shard: optimizer ", "tensor_parallel: 8 ", "1,024 "):
-        assert [text for text in shown.splitlines() if text.startswith(first)]
-    assert "does not fit" in shown
+        assert [text for text in output.splitlines() if text.startswith(first)]
+    assert "does not fit" in output
 
 
 @pytest.mark.slow
 def test_json_has_layouts_and_scaling(run_file: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--ranks", "8", "--device-gib", "75", "--scale", "--link", "inside=200,5", "--json")
-    assert call(run_file, "shard=parameters", *SETTLED, *options) == 1
-    shown = json.loads(capsys.readouterr().out)
+    assert run_plan(run_file, "shard=parameters", *SETTLED, *options) == 1
+    output = json.loads(capsys.readouterr().out)
     network = Network(inside=Link(200 * 1e9, 5 * 1e-6))
-    plan = planned(folder, "shard=parameters", ranks=8, network=network, device_bytes=75 << 30, scale="fixed")
-    assert shown == json.loads(json.dumps(plan.to_dict()))
-    assert shown["layout"] == {"ranks": 8, "nodes": 1, "shard": "parameters", "tensor_parallel": 1}
-    assert shown["proposal"] == plan.proposal
-    assert {entry["tensor_parallel"] for entry in shown["layouts"]} == {1, 2, 4, 8}
+    plan = make_settled_plan(folder, "shard=parameters", ranks=8, network=network, device_bytes=75 << 30, scale="fixed")
+    assert output == json.loads(json.dumps(plan.to_dict()))
+    assert output["layout"] == {"ranks": 8, "nodes": 1, "shard": "parameters", "tensor_parallel": 1}
+    assert output["proposal"] == plan.proposal
+    assert {entry["tensor_parallel"] for entry in output["layouts"]} == {1, 2, 4, 8}
 
 
 @pytest.mark.parametrize(
@@ -457,7 +460,7 @@ def test_json_has_layouts_and_scaling(run_file: str, folder: Path, capsys: pytes
         (["cluster={nodes: 2, gpus_per_node: 4}"], [], 1, 1),
     ],
 )
-def test_ranks_and_nodes_are_those_given_or_those_of_the_cluster(
+def test_ranks_and_nodes_come_from_options_or_the_cluster(
     run_file: str,
     capsys: pytest.CaptureFixture[str],
     overrides: list[str],
@@ -465,13 +468,13 @@ def test_ranks_and_nodes_are_those_given_or_those_of_the_cluster(
     ranks: int,
     nodes: int,
 ) -> None:
-    assert call(run_file, *SETTLED, *overrides, *options, "--json") == 0
-    found = json.loads(capsys.readouterr().out)["layout"]
-    assert (found["ranks"], found["nodes"]) == (ranks, nodes)
+    assert run_plan(run_file, *SETTLED, *overrides, *options, "--json") == 0
+    layout = json.loads(capsys.readouterr().out)["layout"]
+    assert (layout["ranks"], layout["nodes"]) == (ranks, nodes)
 
 
 @pytest.mark.parametrize(
-    ("words", "wrong"),
+    ("words", "message"),
     [
         (["--nodes", "0"], "--nodes, .* must be positive"),
         (["--ranks", "9", "--nodes", "2"], "9 ranks cannot be spread equally over 2 nodes"),
@@ -488,8 +491,8 @@ def test_ranks_and_nodes_are_those_given_or_those_of_the_cluster(
         (["--link", "between=50"], "--link between=50: expected"),
     ],
 )
-def test_what_cannot_be_planned_is_refused(
-    run_file: str, capsys: pytest.CaptureFixture[str], words: list[str], wrong: str
+def test_impossible_options_are_refused(
+    run_file: str, capsys: pytest.CaptureFixture[str], words: list[str], message: str
 ) -> None:
-    assert call(run_file, *words) == 2
-    assert re.search(wrong, capsys.readouterr().err)
+    assert run_plan(run_file, *words) == 2
+    assert re.search(message, capsys.readouterr().err)

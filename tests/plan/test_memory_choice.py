@@ -52,60 +52,60 @@ def slow(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-def configured(folder: Path, shape: str, *overrides: str) -> Config:
+def make_config(folder: Path, shape: str, *overrides: str) -> Config:
     (folder / "config.json").write_text(json.dumps(COMMON | SHAPES[shape]))
     return parse_config(RUN.format(folder=folder), overrides)
 
 
-def chosen_on(config: Config, shape: RunShape, device: float, host: float | None = 1000) -> Choice:
+def choose_on(config: Config, shape: RunShape, device: float, host: float | None = 1000) -> Choice:
     return choose_settings(config, shape, MemoryBudget(int(device * GIB), None if host is None else int(host * GIB)))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "overrides"), KINDS, ids=lambda value: str(value))
-def test_the_chooser_on_a_grid(tmp_path: Path, name: str, overrides: Sequence[str]) -> None:
-    check_grid(configured(tmp_path, name, *overrides), DEVICES, (16, 64, 120, 400))
+def test_choices_over_a_grid_of_devices_and_hosts(tmp_path: Path, name: str, overrides: Sequence[str]) -> None:
+    assert_grid(make_config(tmp_path, name, *overrides), DEVICES, (16, 64, 120, 400))
 
 
-def test_what_is_chosen_fits_and_more_memory_is_never_slower(tmp_path: Path) -> None:
-    check_grid(configured(tmp_path, "1.5b"), FEW, (16, 120))
+def test_a_choice_fits_and_more_memory_is_never_slower(tmp_path: Path) -> None:
+    assert_grid(make_config(tmp_path, "1.5b"), FEW, (16, 120))
 
 
-def check_grid(config: Config, devices: Sequence[int], hosts: Sequence[int]) -> None:
-    """Devices and hosts of increasing size."""
+def assert_grid(config: Config, devices: Sequence[int], hosts: Sequence[int]) -> None:
+    """Choices fit where they say so, and time never rises with memory. Devices and hosts are of increasing size."""
     shape = make_run_shape(config)
     with_smaller_host = dict.fromkeys(devices, float("inf"))
-    before = float("inf")
+    best_time = float("inf")
     for host in hosts:
-        before = float("inf")
+        best_time = float("inf")
         for device in devices:
-            choice = chosen_on(config, shape, device, host)
+            choice = choose_on(config, shape, device, host)
             lines = plan_lines(choice.config, shape)
-            held = peak_bytes(lines) + choice.budget.reserve <= device * GIB and peak_bytes(lines, "host") <= host * GIB
-            assert held == choice.fits
+            fits = peak_bytes(lines) + choice.budget.reserve <= device * GIB and peak_bytes(lines, "host") <= host * GIB
+            assert fits == choice.fits
             time = choice.settings.time.total if choice.fits else float("inf")
-            assert time <= before
+            assert time <= best_time
             assert time <= with_smaller_host[device]
-            before = with_smaller_host[device] = time
-    assert before < float("inf")
+            best_time = with_smaller_host[device] = time
+    assert best_time < float("inf")
 
 
 def test_nothing_that_fits_is_faster(tmp_path: Path) -> None:
-    """Compared with every microbatch, form of logits, place and number of recomputed layers."""
-    config = configured(tmp_path, "1.5b")
+    """Compared with a grid over all keys but the size of the cache."""
+    config = make_config(tmp_path, "1.5b")
     shape = make_run_shape(config)
-    choice = chosen_on(config, shape, 38)
+    choice = choose_on(config, shape, 38)
     assert choice.fits
-    whole = choice.config.memory.cache_gib
-    ways = itertools.product(
+    cache_gib = choice.config.memory.cache_gib
+    grid = itertools.product(
         (1024, 4096, 8192, 16384), ("whole", "chunks"), range(0, 29, 7), ("none", "host"),
         ("device", "host"),
     )  # fmt: skip
-    for tokens, logits, layers, offload, reference in ways:
-        values = (tokens, logits, layers, offload, reference, whole)
-        other = MemorySettings(with_values(config, dict(zip(MEMORY_KEYS, values, strict=True))), shape, Speed())
-        if choice.budget.fits(other.lines):
-            assert other.time.total >= choice.settings.time.total
+    for tokens, logits, layers, offload, reference in grid:
+        values = (tokens, logits, layers, offload, reference, cache_gib)
+        alternative = MemorySettings(with_values(config, dict(zip(MEMORY_KEYS, values, strict=True))), shape, Speed())
+        if choice.budget.fits(alternative.lines):
+            assert alternative.time.total >= choice.settings.time.total
 
 
 WRITTEN: dict[str, list[Any]] = {
@@ -118,26 +118,26 @@ WRITTEN: dict[str, list[Any]] = {
 }
 
 
-def test_what_the_user_wrote_is_kept(tmp_path: Path) -> None:
-    config = configured(tmp_path, "1.5b")
+def test_settings_of_the_user_are_kept(tmp_path: Path) -> None:
+    config = make_config(tmp_path, "1.5b")
     shape = make_run_shape(config)
     pairs = [(key, value) for key, values in WRITTEN.items() for value in values]
     for (key, value), device in itertools.product(pairs, (12, 60)):
-        choice = chosen_on(with_values(config, {key: value}), shape, device)
+        choice = choose_on(with_values(config, {key: value}), shape, device)
         assert value_of(choice.config, key) == value
         assert key not in choice.reasons
         unchosen = {name: value_of(choice.config, name) for name in MEMORY_KEYS if name not in choice.reasons}
         assert unchosen == {key: value}
 
 
-def test_everything_is_open_at_first_and_nothing_afterwards(tmp_path: Path) -> None:
-    config = configured(tmp_path, "1.5b")
+def test_a_choice_leaves_nothing_to_choose(tmp_path: Path) -> None:
+    config = make_config(tmp_path, "1.5b")
     shape = make_run_shape(config)
-    first = chosen_on(config, shape, 30)
+    first = choose_on(config, shape, 30)
     assert list(first.values) == list(MEMORY_KEYS)
-    again = chosen_on(first.config, shape, 30)
-    assert (again.config, again.reasons, again.fits) == (first.config, {}, True)
-    assert choose_settings(config, shape, MemoryBudget()).values == {  # where nothing limits it
+    second = choose_on(first.config, shape, 30)
+    assert (second.config, second.reasons, second.fits) == (first.config, {}, True)
+    assert choose_settings(config, shape, MemoryBudget()).values == {  # without a limit
         "train.microbatch_tokens": 16384,
         "memory.logits": "whole",
         "model.checkpointing": 0,
@@ -147,29 +147,29 @@ def test_everything_is_open_at_first_and_nothing_afterwards(tmp_path: Path) -> N
     }
 
 
-def test_a_key_that_does_not_matter_is_not_chosen(tmp_path: Path) -> None:
-    adapted = configured(tmp_path, "1.5b", *ADAPTED)
-    assert "memory.reference" not in chosen_on(adapted, make_run_shape(adapted), 30).reasons  # it is the base
-    buckets = configured(tmp_path, "1.5b", "train.token_buckets=[2048]")
-    assert "train.microbatch_tokens" not in chosen_on(buckets, make_run_shape(buckets), 139).reasons
+def test_keys_without_effect_are_not_chosen(tmp_path: Path) -> None:
+    adapted = make_config(tmp_path, "1.5b", *ADAPTED)
+    assert "memory.reference" not in choose_on(adapted, make_run_shape(adapted), 30).reasons  # it is the base
+    buckets = make_config(tmp_path, "1.5b", "train.token_buckets=[2048]")
+    assert "train.microbatch_tokens" not in choose_on(buckets, make_run_shape(buckets), 139).reasons
 
 
-def test_reasons_say_what_the_better_value_would_need(tmp_path: Path) -> None:
-    config = configured(tmp_path, "7b")
+def test_a_reason_names_the_memory_of_the_better_value(tmp_path: Path) -> None:
+    config = make_config(tmp_path, "7b")
     shape = make_run_shape(config)
-    choice = chosen_on(config, shape, 139)
+    choice = choose_on(config, shape, 139)
     reason = choice.reasons["optimizer.offload"]
-    kept = with_values(choice.config, {"optimizer.offload": "none"})
-    needed = (peak_bytes(plan_lines(kept, shape)) + choice.budget.reserve) / GIB
+    on_device = with_values(choice.config, {"optimizer.offload": "none"})
+    needed = (peak_bytes(plan_lines(on_device, shape)) + choice.budget.reserve) / GIB
     assert reason.startswith(f"none would need {needed:.2f} GiB on the device")
     assert choice.reasons["memory.reference"] == "the weights fit on the device"
 
 
 @pytest.mark.slow
-def test_a_short_cache_decodes_fewer_rows_at_a_time(tmp_path: Path) -> None:
-    config = configured(tmp_path, "32b", *ADAPTED)
+def test_a_small_cache_decodes_fewer_rows_at_a_time(tmp_path: Path) -> None:
+    config = make_config(tmp_path, "32b", *ADAPTED)
     shape = make_run_shape(config)
-    large, small = chosen_on(config, shape, 160), chosen_on(config, shape, 100)
+    large, small = choose_on(config, shape, 160), choose_on(config, shape, 100)
     assert small.fits
     assert (small.config.memory.cache_gib or 0) < (large.config.memory.cache_gib or 0)
     assert "64.00 GiB would need" in small.reasons["memory.cache_gib"]
@@ -180,14 +180,14 @@ def test_a_short_cache_decodes_fewer_rows_at_a_time(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_host_memory_limits_what_is_offloaded(tmp_path: Path) -> None:
-    config = configured(tmp_path, "7b")
+def test_host_memory_limits_offloading(tmp_path: Path) -> None:
+    config = make_config(tmp_path, "7b")
     shape = make_run_shape(config)
-    assert chosen_on(config, shape, 139, host=100).fits
-    refused = chosen_on(config, shape, 139, host=50)
-    assert not refused.fits  # 85 GiB of state would have to wait there
+    assert choose_on(config, shape, 139, host=100).fits
+    refused = choose_on(config, shape, 139, host=50)
+    assert not refused.fits  # the host would need room for 85 GiB of state
     smaller = with_values(config, {"optimizer.state": "int8"})
-    assert chosen_on(smaller, shape, 139, host=50).fits
+    assert choose_on(smaller, shape, 139, host=50).fits
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ def test_host_memory_limits_what_is_offloaded(tmp_path: Path) -> None:
 def test_a_refusal_names_a_setting_that_fits(
     tmp_path: Path, name: str, device: int, overrides: Sequence[str], nearest: str
 ) -> None:
-    config = configured(tmp_path, name, *overrides)
+    config = make_config(tmp_path, name, *overrides)
     budget = MemoryBudget(device * GIB, 200 * GIB)
     shape = make_run_shape(config)
     assert not choose_settings(config, shape, budget).fits
@@ -221,16 +221,16 @@ def test_a_refusal_names_a_setting_that_fits(
         assert remedy.required_bytes == peak_bytes(choice.settings.lines) + budget.reserve <= device * GIB
 
 
-def test_a_model_that_no_setting_helps_is_refused_all_the_same(tmp_path: Path) -> None:
-    config = configured(tmp_path, "1.5b", *ADAPTED)
+def test_a_model_that_fits_with_no_setting_has_no_suggestions(tmp_path: Path) -> None:
+    config = make_config(tmp_path, "1.5b", *ADAPTED)
     shape = make_run_shape(config)
     budget = MemoryBudget(2 * GIB)
     assert not choose_settings(config, shape, budget).fits
     assert suggest_settings(config, shape, budget) == []
 
 
-def test_the_defaults_of_a_cpu_are_left_alone(tmp_path: Path) -> None:
-    config = replace(configured(tmp_path, "1.5b"), seed=3)
+def test_the_defaults_of_a_cpu_are_kept_if_they_fit(tmp_path: Path) -> None:
+    config = replace(make_config(tmp_path, "1.5b"), seed=3)
     shape = make_run_shape(config, device="cpu")
     for device in (None, 400 * GIB):
         choice = choose_settings(config, shape, MemoryBudget(device))
@@ -238,4 +238,7 @@ def test_the_defaults_of_a_cpu_are_left_alone(tmp_path: Path) -> None:
     small = choose_settings(config, shape, MemoryBudget(60 * GIB))
     assert small.fits
     assert peak_bytes(small.settings.lines) < 60 * GIB
-    assert set(small.reasons) == set(MEMORY_KEYS) - {"optimizer.offload", "memory.reference"}  # the host is the device
+    assert set(small.reasons) == set(MEMORY_KEYS) - {
+        "optimizer.offload",
+        "memory.reference",
+    }  # a CPU has only one memory

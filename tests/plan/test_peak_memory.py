@@ -1,4 +1,4 @@
-"""The plan of a CPU run, compared with the most memory that such a run really uses."""
+"""The planned memory of CPU runs, compared with their measured peak."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ graph: {impl: none}
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux")
 @pytest.mark.parametrize("settings", [LARGE_WEIGHTS, LARGE_ACTIVATIONS, EAGER_AND_CHECKPOINTED])
-def test_the_plan_of_a_cpu_is_what_a_run_uses(tmp_path: Path, settings: str) -> None:
+def test_planned_memory_on_a_cpu_is_the_measured_peak(tmp_path: Path, settings: str) -> None:
     (tmp_path / "t.jsonl").write_text('{"prompt": "What is 2 plus 2? Answer with a number.", "answer": "4"}\n' * 4)
     (tmp_path / "run.yaml").write_text(RUN.format(folder=tmp_path) + settings)
     root = Path(__file__).parents[2]
     environment = {**os.environ, "PYTHONPATH": f"{root / 'src'}:{root}"}
     command = [sys.executable, "-m", "tests.plan.peak_memory", str(tmp_path / "run.yaml")]
-    found = json.loads(subprocess.check_output(command, env=environment, cwd=tmp_path, text=True).splitlines()[-1])
-    used = found["peak"] - found["before"]
-    print(f"used {used >> 20} MiB, planned {found['planned'] >> 20} MiB")
-    assert used > 200 * 2**20  # or the process itself would matter
-    assert 0.8 * used < found["planned"] < 1.2 * used
+    report = json.loads(subprocess.check_output(command, env=environment, cwd=tmp_path, text=True).splitlines()[-1])
+    used = report["peak"] - report["before"]
+    print(f"used {used >> 20} MiB, planned {report['planned'] >> 20} MiB")
+    assert used > 200 * 2**20  # large enough that the process itself does not matter
+    assert 0.8 * used < report["planned"] < 1.2 * used

@@ -1,4 +1,4 @@
-"""A hub on this machine: repositories, the cache that downloading them would leave, and a server that has them."""
+"""A local Hugging Face Hub: repositories, the cache that a download would leave, and a server for them."""
 
 from __future__ import annotations
 
@@ -31,29 +31,29 @@ class HubCache:
 
     def add(self, repo: str, files: Content, *, kind: str = "model", revision: str = "main") -> str:
         """Put a commit in the cache and let a revision point to it, as after a download."""
-        place = self.folder / f"{kind}s--{repo.replace('/', '--')}"
+        repo_folder = self.folder / f"{kind}s--{repo.replace('/', '--')}"
         commit = commit_of(files)
         for name, content in files.items():
-            blob = place / "blobs" / hashlib.sha1(content).hexdigest()
-            link = place / "snapshots" / commit / name
+            blob = repo_folder / "blobs" / hashlib.sha1(content).hexdigest()
+            link = repo_folder / "snapshots" / commit / name
             blob.parent.mkdir(parents=True, exist_ok=True)
             link.parent.mkdir(parents=True, exist_ok=True)
             blob.write_bytes(content)
             if not link.is_symlink():
                 link.symlink_to(blob)
-        (place / "refs").mkdir(exist_ok=True)
-        (place / "refs" / revision).write_text(commit)
+        (repo_folder / "refs").mkdir(exist_ok=True)
+        (repo_folder / "refs" / revision).write_text(commit)
         return commit
 
 
 class HubServer:
-    """Answers what snapshot_download asks. `repos` are by kind and id; `downloads` has the files it sent."""
+    """Serves the requests of snapshot_download. `repos` maps (kind, id) to files; `downloads` lists the files sent."""
 
     def __init__(self) -> None:
         self.repos: dict[tuple[str, str], Content] = {}
         self.gated: set[str] = set()
         self.downloads: list[str] = []
-        self.may_send = threading.Event()  # files wait for it
+        self.may_send = threading.Event()  # downloads wait for it
         self.may_send.set()
         self.url = ""
 
@@ -86,9 +86,9 @@ class HubServer:
         path = request.path.partition("?")[0]
         api = re.fullmatch(r"/api/(model|dataset)s/([^/]+/[^/]+)/(revision|tree)/(.+)", path)
         file = re.fullmatch(r"/(datasets/)?([^/]+/[^/]+)/resolve/(\w+)/(.+)", path)
-        found = api or file
+        match = api or file
         kind = api[1] if api else ("dataset" if file and file[1] else "model")
-        repo = found[2] if found else ""
+        repo = match[2] if match else ""
         files = self.repos.get((kind, repo))
         if files is None:
             self.send(request, 404, b"{}", {"X-Error-Code": "RepoNotFound"})

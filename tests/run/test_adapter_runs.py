@@ -1,4 +1,4 @@
-"""Runs that train adapters: what is in their folders, and that they go on exactly where they were."""
+"""Runs that train adapters: their files, starting from an adapter, and resuming with the same bits."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from rollgraph.parallel.ranks.world import World
 from rollgraph.run.model_source import open_model
 from rollgraph.train import train
 from tests.parallel.worlds import run_world
-from tests.run.test_model_source import evaluated, generated
+from tests.run.test_model_source import run_eval, run_generate
 from tests.test_train import (
     ONE,
     assert_same_run,
@@ -43,7 +43,7 @@ from tests.test_train import (
 ADAPTER = "adapter={rank: 2, alpha: 8}"
 TEXT = ["--prompt", "12?", "--max-tokens", "6", "--temperature", "0", "--logprobs", "--quiet"]
 IDS = torch.tensor([49, 50, 63, 4])
-GREEDY = "validation={every: 2, max_prompts: 8, temperature: 0}"  # whatever the seed
+GREEDY = "validation={every: 2, max_prompts: 8, temperature: 0}"  # independent of the seed
 
 
 @pytest.fixture
@@ -62,24 +62,24 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def copied(trained: Path, target: Path) -> Path:
-    """The run of `trained` in a folder where it can be changed."""
+def copy_run(trained: Path, target: Path) -> Path:
+    """Copy the run of `trained` to a folder where it may be changed."""
     shutil.copytree(trained.parent / "run", target)
     return target
 
 
-def likelihood(capsys: pytest.CaptureFixture[str], folder: Path) -> list[float]:
+def greedy_logprobs(capsys: pytest.CaptureFixture[str], folder: Path) -> list[float]:
     capsys.readouterr()
     assert main(["generate", str(folder), *TEXT]) == 0, capsys.readouterr().err
     (completion,) = json.loads(capsys.readouterr().out)["completions"]
-    found: list[float] = completion["policy_logprobs"]
-    return found
+    logprobs: list[float] = completion["policy_logprobs"]
+    return logprobs
 
 
-# -- what is on disk -------------------------------------------------------------------------------
+# -- files -----------------------------------------------------------------------------------------
 
 
-def test_a_checkpoint_holds_only_what_is_trained(trained: Path) -> None:
+def test_a_checkpoint_holds_only_the_adapter(trained: Path) -> None:
     run = trained.parent / "run"
     last = run / "checkpoints" / "step_00000001"
     layers = [f"layers.0.{name}" for name in ("attention.qkv", "attention.out", "mlp.gate_up", "mlp.down")]
@@ -88,21 +88,21 @@ def test_a_checkpoint_holds_only_what_is_trained(trained: Path) -> None:
     assert {name.partition("/")[2] for name in saved} == parameters
     assert load_file(last / "rest.safetensors") == {}
     assert json.loads((last / "manifest.json").read_text())["parameters"].keys() == parameters
-    of_adapter = sum(t.numel() for name, t in saved.items() if name.startswith("master/"))
-    elements = load_file(run / "model" / "adapter_model.safetensors").values()
-    assert of_adapter == sum(tensor.numel() for tensor in elements)
-    base = sum(tensor.numel() for tensor in load_file(run / "base" / "model.safetensors").values())
-    assert of_adapter < base / 10
+    adapter_elements = sum(t.numel() for name, t in saved.items() if name.startswith("master/"))
+    exported = load_file(run / "model" / "adapter_model.safetensors").values()
+    assert adapter_elements == sum(tensor.numel() for tensor in exported)
+    base_elements = sum(tensor.numel() for tensor in load_file(run / "base" / "model.safetensors").values())
+    assert adapter_elements < base_elements / 10
 
 
-def test_a_run_a_checkpoint_and_the_export_are_one_model(trained: Path) -> None:
+def test_run_checkpoint_and_export_are_the_same_model(trained: Path) -> None:
     run = trained.parent / "run"
     first, last = (run / "checkpoints" / f"step_0000000{step}" for step in (0, 1))
     expected = logits_of(run)
-    for place in (last, run / "model"):
-        assert torch.equal(logits_of(place), expected)
-    for place in (first, run / "base"):
-        assert not torch.allclose(logits_of(place), expected, atol=1e-3)
+    for path in (last, run / "model"):
+        assert torch.equal(logits_of(path), expected)
+    for path in (first, run / "base"):
+        assert not torch.allclose(logits_of(path), expected, atol=1e-3)
 
 
 def logits_of(folder: Path) -> torch.Tensor:
@@ -122,7 +122,7 @@ def test_the_export_is_the_adapter_or_the_merged_model(
     for name in ("adapter_model.safetensors", "adapter_config.json", "tokenizer.json"):
         assert (tmp_path / "adapter" / name).read_bytes() == (run / "model" / name).read_bytes()
     assert not (tmp_path / "merged" / "adapter_config.json").exists()
-    expected, merged, base = (likelihood(capsys, place) for place in (run, tmp_path / "merged", run / "base"))
+    expected, merged, base = (greedy_logprobs(capsys, path) for path in (run, tmp_path / "merged", run / "base"))
     assert merged == pytest.approx(expected, abs=1e-5)
     assert base != pytest.approx(expected, abs=1e-2)
     assert main(["export", str(trained), "--to", str(tmp_path / "merged"), "--force"]) == 2
@@ -138,7 +138,7 @@ def test_merging_a_run_without_adapters_is_refused(folder: Path, capsys: pytest.
 
 
 @pytest.mark.slow
-def test_peft_loads_what_a_run_exports(trained: Path) -> None:
+def test_peft_loads_the_export(trained: Path) -> None:
     peft = pytest.importorskip("peft")
     run = trained.parent / "run"
     with torch.no_grad():
@@ -152,35 +152,37 @@ def test_peft_loads_what_a_run_exports(trained: Path) -> None:
 @pytest.mark.slow
 def test_generate_and_eval_take_an_adapter_or_a_run(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = trained.parent / "run"
-    expected = generated(capsys, run)
-    assert generated(capsys, run / "model") == expected
-    assert generated(capsys, run / "base") != expected
+    expected = run_generate(capsys, run)
+    assert run_generate(capsys, run / "model") == expected
+    assert run_generate(capsys, run / "base") != expected
     score = final_validation(run)
-    for place in (run, run / "model"):
-        assert evaluated(capsys, trained, "adapter=null", "output=nowhere", "--model", str(place))[0] == score
+    for path in (run, run / "model"):
+        assert run_eval(capsys, trained, "adapter=null", "output=nowhere", "--model", str(path))[0] == score
     before = rows_of(run)[0]
-    assert evaluated(capsys, trained, "--model", str(run / "base"))[0] == {name: before[name] for name in score}
+    assert run_eval(capsys, trained, "--model", str(run / "base"))[0] == {name: before[name] for name in score}
 
 
 @pytest.mark.slow
-def test_a_checkpoint_finds_the_base_of_its_run(
+def test_a_checkpoint_finds_the_base_model_of_its_run(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = copied(trained, tmp_path / "run")
+    run = copy_run(trained, tmp_path / "run")
     last = run / "checkpoints" / "step_00000001"
-    shutil.copytree(last, tmp_path / "elsewhere" / "one" / "two")  # its configuration says where the base is
-    expected = generated(capsys, run)
-    assert generated(capsys, run / "checkpoints" / "step_00000000") != expected
-    for place in (last, tmp_path / "elsewhere" / "one" / "two"):
-        assert generated(capsys, place) == expected
-        assert evaluated(capsys, trained, "--model", str(place))[0] == final_validation(run)
-    assert generated(capsys, last, "--dtype", "bfloat16") == generated(capsys, run / "model", "--dtype", "bfloat16")
+    shutil.copytree(last, tmp_path / "elsewhere" / "one" / "two")  # its configuration has the path of the base
+    expected = run_generate(capsys, run)
+    assert run_generate(capsys, run / "checkpoints" / "step_00000000") != expected
+    for path in (last, tmp_path / "elsewhere" / "one" / "two"):
+        assert run_generate(capsys, path) == expected
+        assert run_eval(capsys, trained, "--model", str(path))[0] == final_validation(run)
+    assert run_generate(capsys, last, "--dtype", "bfloat16") == run_generate(
+        capsys, run / "model", "--dtype", "bfloat16"
+    )
 
 
-def test_an_adapter_without_its_base_is_refused(
+def test_an_adapter_without_its_base_model_is_refused(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = copied(trained, tmp_path / "run")
+    run = copy_run(trained, tmp_path / "run")
     settings = run / "model" / "adapter_config.json"
     settings.write_text(json.dumps({**json.loads(settings.read_text()), "base_model_name_or_path": "./gone"}))
     assert main(["generate", str(run / "model"), *TEXT]) == 2
@@ -191,44 +193,42 @@ def test_an_adapter_without_its_base_is_refused(
     assert "needs the base model of its run, but there is no folder" in capsys.readouterr().err
 
 
-# -- going on --------------------------------------------------------------------------------------
+# -- resuming --------------------------------------------------------------------------------------
 
 
-def test_a_run_in_two_halves_is_the_same_run_whatever_the_random_base_would_be(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A random base is read from the folder: another version of PyTorch may draw another one from the same seed."""
+def test_a_resumed_run_reads_its_random_base_from_disk(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another version of PyTorch may draw other weights from the same seed."""
     halves = [ADAPTER, f"output={folder / 'halves'}"]
     monkeypatch.setenv("STOP_AT", "2")
     train(eager_config(folder, *halves), ONE)
     assert metrics_of(folder / "halves")[-1]["step"] < 3
     monkeypatch.delenv("STOP_AT")
-    with monkeypatch.context() as other:
-        other.setattr(Decoder, "reset_parameters", lambda model, **_: [p.data.fill_(0.1) for p in model.parameters()])
+    with monkeypatch.context() as patch:
+        patch.setattr(Decoder, "reset_parameters", lambda model, **_: [p.data.fill_(0.1) for p in model.parameters()])
         train(eager_config(folder, *halves), ONE)
     train(eager_config(folder, ADAPTER), ONE)
     assert_same_run(folder / "run", folder / "halves", step=3)
     assert metrics_of(folder / "run")[3]["policy/kl"] > 0  # from the base, which is the reference
 
 
-def test_a_base_that_has_changed_is_refused(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = copied(trained, tmp_path / "run")
-    again = [ADAPTER, "steps=3", "optimizer.lr=0.1", f"output={run}"]
+def test_a_changed_base_model_is_refused(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = copy_run(trained, tmp_path / "run")
+    options = [ADAPTER, "steps=3", "optimizer.lr=0.1", f"output={run}"]
     flip(run / "base" / "model.safetensors")
-    for attempt in (lambda: train(eager_config(trained.parent, *again), ONE), lambda: open_model(str(run), None, [])):
+    for attempt in (lambda: train(eager_config(trained.parent, *options), ONE), lambda: open_model(str(run), None, [])):
         with pytest.raises(CheckpointError, match=r"base/model\.safetensors is not what was written"):
             attempt()
     flip(run / "base" / "model.safetensors")
     with pytest.raises(ChangedConfig, match=r"adapter\.rank: 2 → 4\. .*add allow_changes=adapter$"):
-        train(eager_config(trained.parent, *again, "adapter.rank=4"), ONE)
+        train(eager_config(trained.parent, *options, "adapter.rank=4"), ONE)
     with pytest.raises(ChangedConfig, match=r"adapter: .* → null"):
-        train(eager_config(trained.parent, *again[1:]), ONE)
-    train(eager_config(trained.parent, *again), ONE)
+        train(eager_config(trained.parent, *options[1:]), ONE)
+    train(eager_config(trained.parent, *options), ONE)
     assert metrics_of(run)[-1]["step"] == 2
 
 
-def test_a_model_folder_that_is_the_base_must_stay_the_same(trained: Path, folder: Path) -> None:
-    """Without a KL term, too, where no reference is read."""
+def test_a_changed_model_folder_is_refused(trained: Path, folder: Path) -> None:
+    """Also without a KL term, where no reference is read."""
     shutil.copytree(trained.parent / "run" / "base", folder / "base")
     options = [ADAPTER, f"model={{path: {folder / 'base'}}}", "algorithm.options={}", "data.validation=null"]
     train(eager_config(folder, *options, "steps=1"), ONE)
@@ -246,17 +246,19 @@ def test_a_model_folder_that_is_the_base_must_stay_the_same(trained: Path, folde
 
 
 def test_training_starts_from_an_adapter(trained: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is the policy and the reference of the first step; its own folder says what it is."""
+    """It is policy and reference of the first step, and its adapter_config.json gives its rank."""
     first = trained.parent / "run"
     shutil.copytree(first / "model", folder / "adapter")
     options = [f"adapter={{path: {folder / 'adapter'}}}", f"model={{path: {first / 'base'}}}"]
     train(eager_config(folder, *options, "steps=2", "algorithm.minibatches=1", GREEDY), ONE)
     out = folder / "run"
     assert rows_of(out)[0] == {**rows_of(out)[0], **final_validation(first)}
-    assert metrics_of(out)[0]["policy/kl"] == 0  # no update has been made
+    assert metrics_of(out)[0]["policy/kl"] == 0  # before the first update
     assert metrics_of(out)[1]["policy/kl"] > 0
-    kept, given = (load_file(place / "adapter_model.safetensors") for place in (out / "reference", folder / "adapter"))
-    assert all(torch.equal(kept[name], given[name]) for name in given)
+    reference, adapter = (
+        load_file(path / "adapter_model.safetensors") for path in (out / "reference", folder / "adapter")
+    )
+    assert all(torch.equal(reference[name], adapter[name]) for name in adapter)
     last = out / "checkpoints" / "step_00000001"
     assert open_model(str(last), None, []).config.adapter.rank == 2  # type: ignore[union-attr]
 
@@ -274,7 +276,7 @@ def final_validation(run: Path) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("begin", ["path", "warm start"])
-def test_a_run_whose_reference_is_an_adapter_resumes_exactly(
+def test_a_run_with_an_adapter_as_reference_resumes_exactly(
     trained: Path, folder: Path, begin: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = [ADAPTER]
@@ -304,7 +306,7 @@ def test_a_run_whose_reference_is_an_adapter_resumes_exactly(
 # -- the Python API, kills and ranks ---------------------------------------------------------------
 
 
-def test_the_python_api_exports_both(folder: Path) -> None:
+def test_the_python_api_exports_adapters_and_merged_models(folder: Path) -> None:
     tiny = {"tiny": {"layers": 1, "width": 16, "heads": 2, "kv_heads": 1, "mlp": 24, "max_length": 16}}
     settings: dict[str, Any] = {"adapter": {"rank": 2}, "graph": {"impl": "none"}, "log": {"progress": "none"}}
     settings |= {"max_tokens": 4, "samples_per_prompt": 2, "prompts_per_step": 2, "rows": 4, "token_buckets": [48]}
@@ -328,7 +330,7 @@ def test_the_python_api_exports_both(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_model_with_adapters_of_peft_is_not_taken_for_its_base(trained: Path, folder: Path) -> None:
+def test_a_peft_model_is_refused_as_the_base_model(trained: Path, folder: Path) -> None:
     peft = pytest.importorskip("peft")
     transformers = pytest.importorskip("transformers")
     run = trained.parent / "run"
@@ -341,7 +343,7 @@ def test_a_model_with_adapters_of_peft_is_not_taken_for_its_base(trained: Path, 
 
 @pytest.mark.slow
 @pytest.mark.multi
-def test_a_killed_run_goes_on_as_if_nothing_had_happened(folder: Path) -> None:
+def test_a_killed_run_resumes_with_the_same_bits(folder: Path) -> None:
     """The run is killed with SIGKILL before it has a checkpoint, and after step 5."""
     options = [ADAPTER, "steps=10", "checkpoint.every=1", "validation.every=100"]
     train(eager_config(folder, *options), ONE)
@@ -363,8 +365,8 @@ def train_on_a_rank(world: World, config: Config) -> None:
 
 @pytest.mark.slow
 @pytest.mark.multi
-def test_another_number_of_ranks_goes_on(folder: Path) -> None:
-    """Two ranks resume like two that were never stopped, and one rank loads what two have saved."""
+def test_a_run_resumes_with_another_number_of_ranks(folder: Path) -> None:
+    """Two ranks resume like two that were never stopped, and one rank loads the checkpoint of two."""
     options = [ADAPTER, "data.validation=null", "optimizer.schedule=constant"]
     halves = [*options, f"output={folder / 'halves'}"]
     assert run_world(2, folder, train_on_a_rank, eager_config(folder, *options)) == [None, None]
@@ -386,7 +388,7 @@ def test_another_number_of_ranks_goes_on(folder: Path) -> None:
         assert torch.equal(parameter, exported.get_parameter(name))
 
 
-def test_a_plan_knows_the_adapter_that_a_run_starts_from(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_uses_the_rank_of_the_adapter_at_adapter_path(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = []
     for adapter in (ADAPTER, f"adapter={{path: {trained.parent / 'run' / 'model'}}}"):  # of rank 2; 32 is the default
         capsys.readouterr()

@@ -1,4 +1,4 @@
-"""Objects that are as old as the run: collections leave them alone, and see them again afterwards."""
+"""Garbage collection during a run skips the objects that existed before its steps."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Thing:
     pass
 
 
-def is_seen(thing: Thing) -> bool:
-    return any(seen is thing for seen in gc.get_objects())
+def is_tracked(thing: Thing) -> bool:
+    return any(tracked is thing for tracked in gc.get_objects())
 
 
 @pytest.fixture(autouse=True)
@@ -29,22 +29,22 @@ def _nothing_is_frozen() -> None:
     gc.unfreeze()
 
 
-def test_only_new_objects_are_seen_until_the_end() -> None:
+def test_only_new_objects_are_tracked_inside() -> None:
     old = Thing()
     with gc_frozen(STEPS):
         new = Thing()
-        assert not is_seen(old)
-        assert is_seen(new)
-    assert is_seen(old)
+        assert not is_tracked(old)
+        assert is_tracked(new)
+    assert is_tracked(old)
 
 
-def test_an_error_ends_it() -> None:
+def test_an_error_unfreezes() -> None:
     with pytest.raises(ZeroDivisionError), gc_frozen(STEPS):
         raise ZeroDivisionError
     assert gc.get_freeze_count() == 0
 
 
-def test_garbage_from_before_is_freed() -> None:
+def test_garbage_is_freed_before_freezing() -> None:
     thing = Thing()
     thing.__dict__["itself"] = thing
     alive = weakref.ref(thing)
@@ -53,17 +53,17 @@ def test_garbage_from_before_is_freed() -> None:
         assert alive() is None
 
 
-def test_what_was_frozen_before_stays_frozen() -> None:
+def test_nested_freezing_keeps_the_outer_one() -> None:
     old = Thing()
     with gc_frozen(STEPS):
         with gc_frozen(STEPS):
             pass
-        assert not is_seen(old)
+        assert not is_tracked(old)
 
 
-def test_collections_during_steps_do_not_look_at_the_data(tmp_path: Path) -> None:
-    seen = []
+def test_the_rows_of_the_data_are_frozen_during_steps(tmp_path: Path) -> None:
+    rows_tracked = []
     config = eager_config(write_inputs(tmp_path), f"steps={STEPS}")
-    train(config, ONE, on_step=lambda *_: seen.append(any(type(thing) is Row for thing in gc.get_objects())))
-    assert seen == [False] * config.steps
+    train(config, ONE, on_step=lambda *_: rows_tracked.append(any(type(thing) is Row for thing in gc.get_objects())))
+    assert rows_tracked == [False] * config.steps
     assert gc.get_freeze_count() == 0

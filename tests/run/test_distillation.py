@@ -1,4 +1,4 @@
-"""On-policy distillation: a teacher scores what the policy samples, token by token."""
+"""On-policy distillation: a teacher scores each token that the policy samples."""
 
 from __future__ import annotations
 
@@ -60,33 +60,35 @@ def folder(tmp_path: Path) -> Path:
 
 
 def config_of(folder: Path, teacher: str, *overrides: str) -> Config:
-    given = [
+    paths = [
         f"output={folder / 'run'}",
         f"data.train={folder / 'train.jsonl'}",
         f"algorithm.teacher={folder / teacher}",
     ]
-    return parse_config(SMALL.replace("MODEL", str(folder / "student")), [*given, *overrides])
+    return parse_config(SMALL.replace("MODEL", str(folder / "student")), [*paths, *overrides])
 
 
-def test_advantages_are_what_the_teacher_would_rather_have() -> None:
+def test_advantages_are_differences_of_log_probabilities() -> None:
     rollout = Rollout(
         Prompt(0, (1,), ""), [5, 6, 7], [True, False, True], [-1.0, 0.0, -3.0], reference_logprobs=[-0.5, 0.0, -7.0]
     )
-    other = Rollout(Prompt(0, (1,), ""), [5], [True], [-2.0], reward=1.0, reference_logprobs=[-2.25])
-    (sample, _) = sorted(load_algorithm("distillation").make_batch([rollout, other]).samples, key=lambda s: s.rollout)
+    second_rollout = Rollout(Prompt(0, (1,), ""), [5], [True], [-2.0], reward=1.0, reference_logprobs=[-2.25])
+    (sample, _) = sorted(
+        load_algorithm("distillation").make_batch([rollout, second_rollout]).samples, key=lambda s: s.rollout
+    )
     assert sample.advantages == [0.5, 0.0, -4.0]
     assert sample.weights == pytest.approx([1 / 3, 0.0, 1 / 3])
     mixed = load_algorithm("distillation", {"reward_coef": 0.5})
     assert (mixed.needs_rewards, mixed.needs_reference) == (True, True)
-    first, second = sorted(mixed.make_batch([rollout, other]).samples, key=lambda s: s.rollout)
-    unit = 0.5**0.5  # (r - mean) / std of rewards 0 and 1
-    assert first.advantages == pytest.approx([0.5 - 0.5 * unit, 0.0, -4.0 - 0.5 * unit], abs=1e-5)
-    assert second.advantages == pytest.approx([-0.25 + 0.5 * unit], abs=1e-5)
-    assert mixed.examine([rollout, other])["teacher/kl"] == pytest.approx((-0.5 + 4.0 + 0.25) / 3)
+    first, second = sorted(mixed.make_batch([rollout, second_rollout]).samples, key=lambda s: s.rollout)
+    normalized = 0.5**0.5  # (r - mean) / std of rewards 0 and 1
+    assert first.advantages == pytest.approx([0.5 - 0.5 * normalized, 0.0, -4.0 - 0.5 * normalized], abs=1e-5)
+    assert second.advantages == pytest.approx([-0.25 + 0.5 * normalized], abs=1e-5)
+    assert mixed.examine([rollout, second_rollout])["teacher/kl"] == pytest.approx((-0.5 + 4.0 + 0.25) / 3)
 
 
 @pytest.mark.parametrize("teacher", ["same", "larger"])
-def test_the_teachers_scores_are_those_of_its_folder(folder: Path, teacher: str) -> None:
+def test_teacher_scores_equal_those_of_its_model_folder(folder: Path, teacher: str) -> None:
     from rollgraph.run.reference import set_reference
 
     run = make_run(config_of(folder, teacher), ONE)
@@ -105,7 +107,7 @@ def test_the_teachers_scores_are_those_of_its_folder(folder: Path, teacher: str)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("teacher", ["same", "larger"])
-def test_the_policy_comes_closer_to_its_teacher(folder: Path, teacher: str) -> None:
+def test_the_kl_divergence_from_the_teacher_falls(folder: Path, teacher: str) -> None:
     options = ["steps=20", "rollout.samples_per_prompt=16", "rollout.rows=64", "checkpoint.every=20"]
     train(config_of(folder, teacher, *options, "optimizer.lr=3e-2", "train.token_buckets=[512]"), ONE)
     values = [entry["teacher/kl"] for entry in metrics_of(folder / "run")]
@@ -114,24 +116,24 @@ def test_the_policy_comes_closer_to_its_teacher(folder: Path, teacher: str) -> N
 
 
 @pytest.mark.slow
-def test_graphs_and_a_resume_change_nothing_and_the_teacher_must_stay_the_same(folder: Path) -> None:
+def test_graphs_and_resuming_change_nothing_and_a_changed_teacher_is_refused(folder: Path) -> None:
     rewarded = ["reward.functions=[{name: length, options: {limit: 3}}]", "algorithm.options.reward_coef=0.5"]
     train(config_of(folder, "larger", *rewarded), ONE)
-    other = [*rewarded, f"output={folder / 'other'}", "graph={warmup: 1}"]
-    train(config_of(folder, "larger", *other, "steps=2"), ONE)
-    train(config_of(folder, "larger", *other, "resume=must"), ONE)
+    second = [*rewarded, f"output={folder / 'other'}", "graph={warmup: 1}"]
+    train(config_of(folder, "larger", *second, "steps=2"), ONE)
+    train(config_of(folder, "larger", *second, "resume=must"), ONE)
     assert_same_run(folder / "run", folder / "other", step=2)
     make_model(folder / "larger", 9, layers=2)
     with pytest.raises(CheckpointError, match=r"larger.*holds the reference policy"):
-        train(config_of(folder, "larger", *other, "steps=4"), ONE)
+        train(config_of(folder, "larger", *second, "steps=4"), ONE)
 
 
-def test_validation_without_rewards_is_the_distance_from_the_teacher(folder: Path) -> None:
+def test_validation_without_rewards_measures_the_kl_from_the_teacher(folder: Path) -> None:
     train(config_of(folder, "same", f"data.validation={folder / 'train.jsonl'}", "validation.every=3"), ONE)
     assert metrics_of(folder / "run")[-1]["validation/teacher/kl"] > 0
 
 
-def other_tokenizer(folder: Path) -> Tokenizer:
+def make_foreign_teacher(folder: Path) -> Tokenizer:
     make_model(folder / "foreign", 1)
     for path in (folder / "foreign").glob("tokenizer*"):
         path.unlink()
@@ -140,8 +142,8 @@ def other_tokenizer(folder: Path) -> Tokenizer:
     return tokenizer
 
 
-def test_a_teacher_that_cannot_judge_is_refused(folder: Path) -> None:
-    other_tokenizer(folder)
+def test_an_unsuitable_teacher_is_refused(folder: Path) -> None:
+    make_foreign_teacher(folder)
     with pytest.raises(ConfigError, match=r"algorithm\.teacher: .*foreign has another tokenizer: .* is absent there"):
         train(config_of(folder, "foreign"), ONE)
     make_model(folder / "narrow", 1, vocabulary=200)
@@ -165,7 +167,7 @@ def test_a_teacher_that_cannot_judge_is_refused(folder: Path) -> None:
         (["algorithm.name=grpo", "reward.functions=[{name: exact_match}]"], r"algorithm\.teacher: grpo has no teacher"),
     ],
 )  # fmt: skip
-def test_settings_that_make_no_sense_are_refused(folder: Path, overrides: list[str], message: str) -> None:
+def test_contradictory_settings_are_refused(folder: Path, overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         config_of(folder, "same", *overrides)
 

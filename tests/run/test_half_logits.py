@@ -1,4 +1,4 @@
-"""Runs whose prompts are longer than what follows them: when they compute half of the logits, and what they plan."""
+"""Half logits, for runs whose prompts are longer than their completions: when they are used, exactness, and plans."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ def sampling_run(folder: Path, *overrides: str) -> Config:
         "def even(prompts, completions, **columns):\n"
         "    return [sum(b % 2 == 0 for b in text.encode()) for text in completions]\n"
     )
-    given = [f"output={folder / 'run'}", f"data.train={folder / 'train.jsonl'}"]
-    return parse_config(SMALL.replace("REWARD", f"{folder / 'rewards.py'}:even"), [*given, *overrides])
+    paths = [f"output={folder / 'run'}", f"data.train={folder / 'train.jsonl'}"]
+    return parse_config(SMALL.replace("REWARD", f"{folder / 'rewards.py'}:even"), [*paths, *overrides])
 
 
 def written_run(folder: Path, *overrides: str, text: str = WRITTEN) -> Config:
@@ -90,7 +90,7 @@ def replays_of(output: Path) -> dict[str, int]:
     return {graph["name"]: graph["replays"] for graph in graphs_of(output)}
 
 
-def check_exact_steps(output: Path) -> None:
+def assert_exact_steps(output: Path) -> None:
     steps = metrics_of(output)
     assert len(steps) == 3
     for step in steps:
@@ -102,35 +102,37 @@ def check_exact_steps(output: Path) -> None:
 # -- whole runs ------------------------------------------------------------------------------------
 
 
-def test_a_run_with_half_logits_trains_exactly_and_captures_nothing_later(tmp_path: Path) -> None:
-    """In each step, four prompts with two samples each take more than one microbatch of 96 tokens."""
+def test_a_run_with_half_logits_is_exact_and_captures_each_graph_once(tmp_path: Path) -> None:
+    """Four prompts with two samples each fill more than one microbatch of 96 tokens in each step."""
     run = train(sampling_run(tmp_path), ONE)
     assert run is not None
     assert run.policy.limits.half_logits
     assert all((graph["captures"], graph["eager_runs"]) == (1, {}) for graph in graphs_of(tmp_path / "run"))
     replays = replays_of(tmp_path / "run")
-    assert replays["train 96, logits of 48"] >= 2  # of three steps, the first is its recording
+    assert replays["train 96, logits of 48"] >= 2  # of three steps, the first is the capture
     assert replays["score 96, logits of 48"] >= 2
     assert "train 96" not in replays
-    check_exact_steps(tmp_path / "run")
+    assert_exact_steps(tmp_path / "run")
 
 
-def test_a_step_is_that_of_all_logits(tmp_path: Path) -> None:
-    """The first samples of both runs are the same, because their log-probabilities are, bit for bit."""
-    found = []
+def test_half_logits_give_the_metrics_of_all_logits(tmp_path: Path) -> None:
+    """Generation does not depend on the setting, so both runs train on the same samples."""
+    rows = []
     for setting in ("true", "false"):
-        place = tmp_path / setting
-        place.mkdir()
-        train(sampling_run(place, f"train.half_logits={setting}", "steps=1", "checkpoint.every=1"), ONE)
-        found.append(rows_of(place / "run")[-1])
-    half, whole = found
+        output = tmp_path / setting
+        output.mkdir()
+        train(sampling_run(output, f"train.half_logits={setting}", "steps=1", "checkpoint.every=1"), ONE)
+        rows.append(rows_of(output / "run")[-1])
+    half, whole = rows
     assert half.keys() == whole.keys()
     for name in ("reward", "loss", "policy/kl", "policy/ratio", "optimizer/grad_norm", "tokens/train"):
         assert half[name] == pytest.approx(whole[name], rel=1e-4, abs=1e-6)
 
 
 @pytest.mark.parametrize(("more", "long"), [(0, True), (1, False)])
-def test_sft_counts_its_data(tmp_path: Path, more: int, long: bool) -> None:
+def test_sft_uses_half_logits_if_at_most_half_of_its_tokens_are_completions(
+    tmp_path: Path, more: int, long: bool
+) -> None:
     """A token that ends the completion belongs to it."""
     rows = [{"prompt": f"{i}" * 12, "completion": "c" * 11} for i in range(7)]
     write_rows(tmp_path, [*rows, {"prompt": "p" * 12, "completion": "c" * (11 + more)}])
@@ -142,27 +144,27 @@ def test_sft_counts_its_data(tmp_path: Path, more: int, long: bool) -> None:
     assert any("logits of" in name for name in replays_of(tmp_path / "run")) == long
 
 
-def test_dpo_with_half_logits_learns_the_same(tmp_path: Path) -> None:
+def test_dpo_has_the_same_loss_with_half_logits(tmp_path: Path) -> None:
     write_rows(tmp_path, [{"prompt": f"p{i}" * 9, "chosen": "yes", "rejected": "no"} for i in range(8)])
-    found = []
+    metrics = []
     for setting in ("auto", "false"):
         options = ["algorithm.name=dpo", f"train.half_logits={setting}", f"output={tmp_path / setting}"]
         run = train(written_run(tmp_path, *options), ONE)
         assert run is not None
         assert run.policy.limits.half_logits == (setting == "auto")
-        found.append(metrics_of(tmp_path / setting))
-    for half, whole in zip(*found, strict=True):
+        metrics.append(metrics_of(tmp_path / setting))
+    for half, whole in zip(*metrics, strict=True):
         assert half["loss"] == pytest.approx(whole["loss"], rel=1e-4)
 
 
 @pytest.mark.multi
 @pytest.mark.parametrize("layout", [pytest.param("shard=parameters", marks=pytest.mark.slow), "tensor_parallel=2"])
-def test_ranks_train_exactly_with_half_of_the_logits(tmp_path: Path, layout: str) -> None:
+def test_several_ranks_are_exact_with_half_logits(tmp_path: Path, layout: str) -> None:
     config = sampling_run(tmp_path, layout, "cpu_threads=1")
     assert run_world(2, tmp_path, train_on_a_rank, config, tmp_path / "shown.txt") == [None, None]
-    check_exact_steps(tmp_path / "run")
+    assert_exact_steps(tmp_path / "run")
     replays = replays_of(tmp_path / "run")
-    assert replays["score 96, logits of 48"] >= 2  # after its recording
+    assert replays["score 96, logits of 48"] >= 2  # besides the capture
     assert "score 96" not in replays
 
 
@@ -174,14 +176,14 @@ def planned(folder: Path, *overrides: str, **options: Any) -> Plan:
     return make_plan(parse_config(PLANNED.format(folder=folder), overrides), **options)
 
 
-def test_a_plan_counts_the_graphs_and_no_other_memory(tmp_path: Path) -> None:
+def test_half_logits_add_only_graphs_to_the_plan(tmp_path: Path) -> None:
     half, whole = (planned(tmp_path, f"train.half_logits={setting}") for setting in ("auto", "false"))
-    more = 4 * 24 * (48 << 10)  # scoring, and training with its backward, for each layer
-    for one, other in zip(half.lines, whole.lines, strict=True):
-        assert one.nbytes - other.nbytes == (more if one.name == "graphs and libraries" else 0)
+    more = 4 * 24 * (48 << 10)  # for each layer: scoring, and training with its backward
+    for half_line, whole_line in zip(half.lines, whole.lines, strict=True):
+        assert half_line.nbytes - whole_line.nbytes == (more if half_line.name == "graphs and libraries" else 0)
 
 
-def test_a_plan_multiplies_only_completions_with_the_head(tmp_path: Path) -> None:
+def test_a_plan_counts_the_head_only_for_completions(tmp_path: Path) -> None:
     half, whole = (planned(tmp_path, f"train.half_logits={setting}").floor for setting in ("true", "false"))
     assert half is not None
     assert whole is not None
@@ -196,12 +198,12 @@ def test_a_plan_multiplies_only_completions_with_the_head(tmp_path: Path) -> Non
 # -- the key ---------------------------------------------------------------------------------------
 
 
-def test_another_value_is_refused(tmp_path: Path) -> None:
+def test_an_unknown_value_of_half_logits_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"train\.half_logits: .*auto"):
         sampling_run(tmp_path, "train.half_logits=sometimes")
 
 
-def test_layers_in_graphs_have_half_of_the_logits_too(tmp_path: Path) -> None:
+def test_graphs_of_layers_use_half_logits_too(tmp_path: Path) -> None:
     train(sampling_run(tmp_path, "graph.scope=layer"), ONE)
     assert replays_of(tmp_path / "run")["score 96, logits of 48"] >= 3
-    check_exact_steps(tmp_path / "run")
+    assert_exact_steps(tmp_path / "run")

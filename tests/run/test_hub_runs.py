@@ -1,4 +1,4 @@
-"""Runs and commands with ids of the hub instead of paths: they stay with the commit that they began with."""
+"""Runs and commands with ids of the Hugging Face Hub instead of paths: a run keeps the commits of its first start."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def make_model(folder: Path, hidden: int = 16) -> Path:
 
 
 def make_dataset(folder: Path) -> dict[str, bytes]:
-    """The data of `write_inputs` as the files of a dataset, training in two of them."""
+    """The data of `write_inputs` as a dataset repository, with the train split in two files."""
     lines = (folder / "train.jsonl").read_bytes().splitlines(keepends=True)
     return {
         "README.md": b"---\nconfigs:\n- {config_name: digits, data_files: [{split: train, path: 'data/train-*'}, "
@@ -57,7 +57,7 @@ def make_dataset(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture
 def folder(tmp_path: Path, cache: HubCache) -> Path:
-    """A model of two commits, of which main is the first, and a dataset, both in the cache, and the same as files."""
+    """A model with two commits (main is the older one) and a dataset, in the cache and as files."""
     write_inputs(tmp_path)
     make_model(tmp_path / "model")
     cache.add("org/model", read_files(make_model(tmp_path / "newer", hidden=32)))
@@ -67,10 +67,10 @@ def folder(tmp_path: Path, cache: HubCache) -> Path:
 
 
 def config_of(folder: Path, output: str, model: str, train: str, validation: str, *overrides: str) -> Config:
-    given = [f"output={folder / output}", f"model={{path: {model}}}", "tokenizer.path=null"]
-    given += [f"data.train={train}", f"data.validation={validation}", "checkpoint.every=1", "validation.every=1"]
-    given += ["optimizer.schedule=constant"]
-    return eager_config(folder, *given, *overrides)
+    options = [f"output={folder / output}", f"model={{path: {model}}}", "tokenizer.path=null"]
+    options += [f"data.train={train}", f"data.validation={validation}", "checkpoint.every=1", "validation.every=1"]
+    options += ["optimizer.schedule=constant"]
+    return eager_config(folder, *options, *overrides)
 
 
 def hub_config(folder: Path, *overrides: str, output: str = "run") -> Config:
@@ -78,7 +78,7 @@ def hub_config(folder: Path, *overrides: str, output: str = "run") -> Config:
 
 
 def test_a_run_keeps_its_commits(folder: Path, cache: HubCache, capsys: pytest.CaptureFixture[str]) -> None:
-    """The model that main means later has other shapes, and the other data would be refused."""
+    """Later commits of main have a model of another size, and data that the run would refuse."""
     paths = [str(folder / name) for name in ("model", "train.jsonl", "held_out.jsonl")]
     train(config_of(folder, "expected", *paths, "steps=2"), ONE)
     train(hub_config(folder, "steps=1"), ONE)
@@ -91,21 +91,21 @@ def test_a_run_keeps_its_commits(folder: Path, cache: HubCache, capsys: pytest.C
     assert json.loads((folder / "run" / PINS).read_text()) == before
     commit = before["hf://org/model@main"]
     data = before["hf://datasets/org/data@main"]
-    said = capsys.readouterr().out
-    assert f"model.path: org/model is commit {commit}, recorded in {folder / 'run' / PINS}\n" in said
+    output = capsys.readouterr().out
+    assert f"model.path: org/model is commit {commit}, recorded in {folder / 'run' / PINS}\n" in output
     saved = read_checkpoint_config(folder / "run" / "checkpoints" / "step_00000001")
     assert saved.model.path == f"hf://org/model@{commit}"
     assert (saved.data.train, saved.data.validation) == (
         f"hf://datasets/org/data@{data}:train",
         f"hf://datasets/org/data@{data}:test",
     )
-    # A new run begins with what main means now.
+    # A new run starts from the present commit of main.
     newer = pin_sources(replace(config, output=str(folder / "new")), ONE)
     assert newer.model.path not in (saved.model.path, "org/model")
     assert not (folder / "new").exists()
 
 
-def test_commands_take_ids(
+def test_commands_take_hub_ids(
     folder: Path, cache: HubCache, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = folder / "config.yaml"
@@ -122,7 +122,7 @@ def test_commands_take_ids(
     baseline = answer("eval", str(path), "--model", "hf://org/model")
     assert answer("eval", str(path), "--model", str(folder / "model")) == baseline
     assert "agree bit for bit" in answer("check", "--exact", "org/model", "--rows", "1", "--tokens", "64")
-    # From here on, main is a model of other shapes. A checkpoint finds its own from anywhere.
+    # From here on, main is a model of another size. A checkpoint finds its own model from any folder.
     cache.add("org/model", read_files(folder / "newer"))
     assert "validation/reward" in answer("eval", str(path))
     shutil.copytree(folder / "run" / "checkpoints" / "step_00000000", folder / "elsewhere" / "copy")
@@ -133,15 +133,17 @@ def test_commands_take_ids(
 
 
 @pytest.mark.slow
-def test_adapters_of_the_hub_find_their_base(folder: Path, cache: HubCache, capsys: pytest.CaptureFixture[str]) -> None:
-    """An export names the id and the commit of its base, and can be uploaded, loaded and trained on."""
+def test_adapters_of_the_hub_find_their_base_model(
+    folder: Path, cache: HubCache, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An export names the id and commit of its base, and can be uploaded, loaded and trained further."""
     options = ["steps=1", "optimizer.lr=0.1", "checkpoint.export_at_end=true"]
     train(hub_config(folder, *options, "adapter={rank: 2}"), ONE)
     exported = folder / "run" / "model"
     commit = json.loads((folder / "run" / PINS).read_text())["hf://org/model@main"]
     assert read_base(exported) == ("org/model", commit)
     cache.add("org/adapter", read_files(exported))
-    cache.add("org/model", read_files(folder / "newer"))  # from here on, main is a model of other shapes
+    cache.add("org/model", read_files(folder / "newer"))  # from here on, main is a model of another size
 
     def answer(*words: str) -> str:
         capsys.readouterr()
@@ -157,15 +159,17 @@ def test_adapters_of_the_hub_find_their_base(folder: Path, cache: HubCache, caps
     assert answer("eval", str(path), "--model", str(folder / "run")) == adapted
     pinned = [f"model={{path: org/model@{commit}}}", "adapter={path: org/adapter}"]
     train(hub_config(folder, *options, *pinned, output="second"), ONE)
-    kept, given = (load_file(place / "adapter_model.safetensors") for place in (folder / "second/reference", exported))
-    assert all(torch.equal(kept[name], given[name]) for name in given)
+    reference, adapter = (
+        load_file(path / "adapter_model.safetensors") for path in (folder / "second/reference", exported)
+    )
+    assert all(torch.equal(reference[name], adapter[name]) for name in adapter)
     saved = read_checkpoint_config(folder / "second" / "checkpoints" / "step_00000000")
     assert saved.adapter is not None
     assert str(saved.adapter.path).startswith("hf://org/adapter@")
     assert saved.adapter.rank == 2
 
 
-def test_an_id_that_cannot_be_used_names_its_key_and_leaves_nothing(
+def test_an_unusable_id_is_refused_with_its_key_and_leaves_nothing(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = folder / "config.yaml"
@@ -196,15 +200,15 @@ def use_hub(url: str, cache: Path) -> None:
 
 
 def pinned_path(world: World, folder: Path, url: str, config: Config) -> str | None:
-    """As if each rank were the first of its machine, with a cache of its own."""
+    """Pin and download as if each rank were the first of a machine, with its own cache."""
     use_hub(url, folder / f"cache of machine {world.rank}")
-    found = pin_sources(config, world).model.path
+    path = pin_sources(config, world).model.path
     share_model_folder("org/model", replace(world, local_rank=0))
-    return found
+    return path
 
 
 def fills_its_cache(world: World, folder: Path, url: str) -> bool:
-    """Two ranks of one machine, of which the second would use another cache if it downloaded anything."""
+    """Whether this rank of a machine downloads anything. Each rank has its own cache, to tell them apart."""
     cache = folder / f"cache of rank {world.rank}"
     use_hub(url, cache)
     fetch_weights("org/model", replace(world, local_rank=world.rank))
@@ -216,7 +220,7 @@ def outlasts_the_timeout(world: World) -> list[str]:
         time.sleep(12)
         return "done"
 
-    owner = Collectives(world, timeout=10.0)  # ends its liveness check when it goes
+    owner = Collectives(world, timeout=10.0)  # ends its liveness check when deleted
     return run_on_some_ranks(replace(world, liveness=owner.liveness), world.rank == 0, work)
 
 
@@ -237,15 +241,15 @@ def test_each_machine_downloads_once(folder: Path, server: HubServer, tmp_path: 
     server.repos["model", "org/model"] = read_files(folder / "model")
     files = [str(folder / "train.jsonl"), str(folder / "held_out.jsonl")]
     config = config_of(folder, "run", "org/model", *files)
-    one, other = run_world(2, tmp_path, pinned_path, folder, server.url, config)
-    assert one == other
-    assert one.startswith("hf://org/model@")
+    first, second = run_world(2, tmp_path, pinned_path, folder, server.url, config)
+    assert first == second
+    assert first.startswith("hf://org/model@")
     assert sorted(server.downloads) == sorted([*read_files(folder / "model")] * 2)
     assert run_world(2, tmp_path, fills_its_cache, folder, server.url) == [True, False]
     for raised in (OSError("no disk"), SystemExit("no disk")):
-        one, other = run_world(2, tmp_path, failure, raised)
-        assert one == f"{type(raised).__name__}: no disk"
-        assert other == "FailedElsewhere: rank 0 failed: no disk"
+        first, second = run_world(2, tmp_path, failure, raised)
+        assert first == f"{type(raised).__name__}: no disk"
+        assert second == "FailedElsewhere: rank 0 failed: no disk"
     assert run_world(2, tmp_path, outlasts_the_timeout) == [["done", ""], ["done", ""]]
 
 
@@ -253,13 +257,13 @@ def test_each_machine_downloads_once(folder: Path, server: HubServer, tmp_path: 
 
 
 @pytest.mark.slow
-def test_the_environment_says_where_the_cache_is(folder: Path, cache: HubCache) -> None:
+def test_environment_variables_locate_the_cache(folder: Path, cache: HubCache) -> None:
     home = folder / "home"
     home.mkdir()
     (home / "hub").symlink_to(cache.folder)
     command = [sys.executable, "-m", "rollgraph", "generate", "org/model", "--prompt", "a", "--max-tokens", "1"]
-    for given in ({"HF_HUB_CACHE": str(cache.folder)}, {"HF_HOME": str(home)}):
-        environment = {**os.environ, **given, "HF_HUB_OFFLINE": "1"}
+    for variables in ({"HF_HUB_CACHE": str(cache.folder)}, {"HF_HOME": str(home)}):
+        environment = {**os.environ, **variables, "HF_HUB_OFFLINE": "1"}
         assert subprocess.run(command, env=environment, capture_output=True).returncode == 0
     environment = {**os.environ, "HF_HOME": str(folder / "none"), "HF_ENDPOINT": "http://127.0.0.1:1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""The last lines of a run: what it changed, what the model writes, and commands that work when they are pasted."""
+"""The last lines of a run: its validation before and after, samples, and commands that can be pasted."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["folder"]
 def train_and_read_next(
     folder: Path, capsys: pytest.CaptureFixture[str], *overrides: str
 ) -> tuple[list[str], list[str]]:
-    """All lines of a run, and the words of each command that it names."""
+    """Train. Return all lines printed, and the words of each command among them."""
     path = folder / "config.yaml"
     path.write_text(to_yaml(eager_config(folder, "log.progress=plain", *overrides)))
     capsys.readouterr()
@@ -29,9 +29,7 @@ def train_and_read_next(
     return lines, [command[3:] for command in commands]
 
 
-def test_a_run_ends_with_what_it_changed_and_commands_that_work(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_ends_with_its_outcome_and_working_commands(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines, commands = train_and_read_next(folder, capsys)
     lines = lines[-7:]
     assert lines[0].startswith("validation/reward: ")
@@ -51,7 +49,7 @@ def test_a_prompt_that_looks_like_an_option_can_be_pasted(folder: Path, capsys: 
     assert main(generate) == 0
 
 
-def test_a_run_that_was_stopped_names_the_command_that_goes_on(
+def test_a_stopped_run_prints_the_command_that_resumes_it(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("STOP_AT", "2")
@@ -61,12 +59,12 @@ def test_a_run_that_was_stopped_names_the_command_that_goes_on(
     assert "after 4 steps" in capsys.readouterr().out
 
 
-def test_what_few_people_need_is_told_to_those_who_ask(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_graph_statistics_are_printed_only_with_verbose(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = folder / "config.yaml"
     path.write_text(to_yaml(eager_config(folder, "log.progress=plain", "steps=1", "data.validation=null")))
     assert main(["train", str(path)]) == 0
     printed = capsys.readouterr().out
     assert "replays" not in printed
-    assert "samples: " in printed  # of the step: there is no validation
+    assert "samples: " in printed  # of the step, since there is no validation
     assert main(["train", str(path), "--verbose", "steps=2"]) == 0
     assert "replays" in capsys.readouterr().out

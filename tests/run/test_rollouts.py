@@ -15,7 +15,7 @@ from tests.test_train import ONE, folder, metrics_of, sparse_config
 __all__ = ["folder"]
 
 
-def test_only_groups_that_are_kept_are_scored(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_kept_groups_are_scored(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scored: list[int] = []
     original = PolicyWorker.score
 

@@ -11,19 +11,19 @@ from tests.test_train import ONE, config_of, folder
 __all__ = ["folder"]
 
 
-def test_every_phase_of_a_run_is_shown_from_its_beginning_to_its_end(
+def test_the_display_shows_every_phase_to_its_end(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    told: dict[str, list[tuple[int, int]]] = {}
+    progress: dict[str, list[tuple[int, int]]] = {}
     show = PlainDisplay.phase
 
-    def remember(
+    def record(
         self: PlainDisplay, name: str, done: int, total: int, detail: str = "", *, in_bytes: bool = False
     ) -> None:
-        told.setdefault(name, []).append((done, total))
+        progress.setdefault(name, []).append((done, total))
         show(self, name, done, total, detail, in_bytes=in_bytes)
 
-    monkeypatch.setattr(PlainDisplay, "phase", remember)
+    monkeypatch.setattr(PlainDisplay, "phase", record)
     (folder / "demonstrations.jsonl").write_text('{"prompt": "01?", "completion": "4"}\n')
     warm = f"warm_start={{data: {folder / 'demonstrations.jsonl'}, steps: 3}}"
     train(config_of(folder, "graph.impl=none", "log.progress=plain", "steps=1", warm), ONE)
@@ -33,8 +33,9 @@ def test_every_phase_of_a_run_is_shown_from_its_beginning_to_its_end(
         *("read data", "load model", "autotune matmuls", "warm start", "validate"),
     ]
     ends = [line.partition(":")[0] for line in before if "done in" in line]
-    others = [line.partition(":")[0] for line in before if "done in" not in line]
-    assert ends == [*phases, "validate"]  # again after the first step, which is also the last
-    assert list(dict.fromkeys(name for name in others if name in phases)) == phases  # more lines on a slow machine
-    assert told["train"] == [(8, 16), (16, 16)]  # two minibatches
-    assert told["warm start"] == [(0, 3), (1, 3), (2, 3)]
+    unfinished = [line.partition(":")[0] for line in before if "done in" not in line]
+    assert ends == [*phases, "validate"]  # validates again after its only step
+    # A slow machine prints more lines.
+    assert list(dict.fromkeys(name for name in unfinished if name in phases)) == phases
+    assert progress["train"] == [(8, 16), (16, 16)]  # two minibatches
+    assert progress["warm start"] == [(0, 3), (1, 3), (2, 3)]

@@ -31,43 +31,43 @@ __all__ = ["folder"]
 
 MIB = 2**20
 TIED = Architecture("qwen2", vocabulary=300, hidden=16, mlp=20, layers=5, heads=4, kv_heads=2, head_dim=6, tied=True)
-APART = Architecture("qwen3", 300, 24, 40, 3, 4, 2, 8, attention_bias=True)
+UNTIED = Architecture("qwen3", 300, 24, 40, 3, 4, 2, 8, attention_bias=True)
 LARGE = Architecture("llama", vocabulary=1024, hidden=512, mlp=2048, layers=16, heads=8, kv_heads=8, head_dim=64)
 STAGING = 8 * MIB
 
 
 def configured(folder: Path, model: Path, *overrides: str) -> Config:
-    given = (f"model={{path: {model}}}", "tokenizer.path=bytes", "shard=parameters", "data.validation=null")
-    return config_of(folder, *given, "graph.impl=none", *overrides)
+    options = (f"model={{path: {model}}}", "tokenizer.path=bytes", "shard=parameters", "data.validation=null")
+    return config_of(folder, *options, "graph.impl=none", *overrides)
 
 
 def make_policy(world: World, config: Config) -> PolicyWorker:
-    told: list[tuple[int, int]] = []
-    policy = load_policy(config, world, check_inputs(config, world), lambda done, total: told.append((done, total)))
-    assert told[-1][0] == told[-1][1] > 0
+    progress: list[tuple[int, int]] = []
+    policy = load_policy(config, world, check_inputs(config, world), lambda done, total: progress.append((done, total)))
+    assert progress[-1][0] == progress[-1][1] > 0
     return policy
 
 
-def hold(world: World, config: Config) -> dict[str, Any]:
-    """What a rank has after loading: its parameters, as all ranks together give them, and its master weights."""
+def loaded_tensors(world: World, config: Config) -> dict[str, Any]:
+    """Load on one rank. Return the gathered parameters, and the master weights of its shards with their offsets."""
     with closing(make_policy(world, config)) as policy:
-        reader = policy.sharded.make_full_model()
+        full_model = policy.sharded.make_full_model()
         policy.sharded.gather()
         masters = [
             (piece.parameter.name, piece.start, piece.master.clone()) for piece in policy.optimizer.parameter_states
         ]
-        parameters = {name: parameter.detach().clone() for name, parameter in reader.named_parameters()}
+        parameters = {name: parameter.detach().clone() for name, parameter in full_model.named_parameters()}
         return {"parameters": parameters, "masters": masters}
 
 
-def check(ranks: list[dict[str, Any]], expected: Decoder) -> None:
+def assert_loaded(ranks: list[dict[str, Any]], expected: Decoder) -> None:
     whole = dict(expected.named_parameters())
     covered = dict.fromkeys(whole, 0)
-    for found in ranks:
-        assert isinstance(found, dict), found
-        assert found["parameters"].keys() == whole.keys()
-        assert all(torch.equal(found["parameters"][name], whole[name]) for name in whole)
-        for name, start, master in found["masters"]:
+    for loaded in ranks:
+        assert isinstance(loaded, dict), loaded
+        assert loaded["parameters"].keys() == whole.keys()
+        assert all(torch.equal(loaded["parameters"][name], whole[name]) for name in whole)
+        for name, start, master in loaded["masters"]:
             assert torch.equal(master, whole[name].detach().flatten()[start : start + len(master)].float())
             covered[name] += len(master)
     assert covered == {name: parameter.numel() for name, parameter in whole.items()}
@@ -75,20 +75,20 @@ def check(ranks: list[dict[str, Any]], expected: Decoder) -> None:
 
 @pytest.mark.multi
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_ranks_get_the_bits_that_are_stored(folder: Path, ranks: int) -> None:
-    """Tied and not, with biases and norms of heads, in several files, and in another dtype than the stored one."""
+def test_ranks_load_the_stored_bits(folder: Path, ranks: int) -> None:
+    """With tied and untied heads, biases and QK norms, from several files, in the stored dtype and in another."""
     for number, (architecture, stored, dtype) in enumerate(
-        ((TIED, torch.float32, "auto"), (APART, torch.bfloat16, "float32"), (APART, torch.bfloat16, "auto"))
+        ((TIED, torch.float32, "auto"), (UNTIED, torch.bfloat16, "float32"), (UNTIED, torch.bfloat16, "auto"))
     ):
         source = folder / f"model{number}"
         save_model(build(architecture, stored), source, shard_bytes=4000)
         config = configured(folder, source, f"model.dtype={dtype}")
-        found = run_world(ranks, folder, hold, config)
-        check(found, load_model(source, dtype=None if dtype == "auto" else getattr(torch, dtype)))
+        results = run_world(ranks, folder, loaded_tensors, config)
+        assert_loaded(results, load_model(source, dtype=None if dtype == "auto" else getattr(torch, dtype)))
 
 
 def planned_bytes(architecture: Architecture, ranks: int) -> int:
-    """What a rank holds of a model whose parameters are sharded, with gradients and a small state of AdamW."""
+    """The bytes of parameters, gradients and int8 optimizer state on a rank with sharded parameters."""
     model = unallocated_decoder(architecture, torch.float32, "cpu")
     units = plan_units(specs_of(model), names_in(model, list(model.layers)), ranks=ranks)
     plan = plan_ring(units, torch.float32, "int8")
@@ -96,9 +96,9 @@ def planned_bytes(architecture: Architecture, ranks: int) -> int:
 
 
 def load_within(world: World, small: Config, large: Config, allowed: int) -> float:
-    """Load while the system refuses all memory beyond what is allowed; gives the sum of what this rank keeps."""
+    """Load under a limit of `allowed` more bytes. Return the sum over the parameters of this rank's shards."""
     hf.stream = partial(stream, staging_bytes=STAGING)  # type: ignore[assignment]
-    make_policy(world, small).close()  # the libraries allocate what they need once
+    make_policy(world, small).close()  # libraries allocate their own memory once
     inputs = check_inputs(large, world)
     status = Path("/proc/self/status").read_text()
     used = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmData")) * 1024
@@ -114,9 +114,9 @@ def load_within(world: World, small: Config, large: Config, allowed: int) -> flo
 
 @pytest.mark.slow
 @pytest.mark.multi
-@pytest.mark.skipif(sys.platform != "linux", reason="other systems count memory in other ways")
-def test_a_rank_needs_no_more_memory_than_its_shards_its_slots_and_the_buffers_of_the_stream(folder: Path) -> None:
-    """State in int8 is smaller than the model by more than the margin, so that the one cannot hide in the other."""
+@pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA and /proc are Linux's")
+def test_loading_needs_only_shards_ring_and_staging_buffers(folder: Path) -> None:
+    """The model is larger than int8 state by more than the margin, so a whole copy could not hide in its place."""
     torch.manual_seed(0)
     save_model(Decoder(LARGE), folder / "large", shard_bytes=100 * MIB)
     save_model(build(TIED), folder / "small")
@@ -125,7 +125,7 @@ def test_a_rank_needs_no_more_memory_than_its_shards_its_slots_and_the_buffers_o
     assert weights - weights * 6 / 4 / 3 > 2 * margin
     options = ("memory.cache_gib=0.1", "optimizer.state=int8")
     configs = [configured(folder, folder / name, *options) for name in ("small", "large")]
-    found = run_world(3, folder, load_within, *configs, planned_bytes(LARGE, 3) + margin)
-    assert all(isinstance(rank, float) for rank in found), found
+    sums = run_world(3, folder, load_within, *configs, planned_bytes(LARGE, 3) + margin)
+    assert all(isinstance(total, float) for total in sums), sums
     expected = sum(parameter.double().sum().item() for parameter in load_model(folder / "large").parameters())
-    assert sum(found) == pytest.approx(expected, abs=1e-6)
+    assert sum(sums) == pytest.approx(expected, abs=1e-6)

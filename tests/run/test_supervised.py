@@ -1,4 +1,4 @@
-"""Runs that learn from what their data holds: demonstrations and preferences."""
+"""Runs that learn from offline data: SFT on demonstrations, DPO on preference pairs."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Demonstrations in both forms, and pairs."""
+    """Demonstrations as prompt and completion or as messages, and preference pairs."""
     texts = [{"prompt": f"{i:02}?", "completion": "even" if i % 2 == 0 else "odd"} for i in range(10)]
     chats = [
         {
@@ -79,19 +79,19 @@ def dpo_config(folder: Path, *overrides: str) -> Config:
 
 
 def plain_logprobs(model: Decoder, rollout: Rollout) -> Tensor:
-    """The log-probabilities of the tokens that are trained on, without packing, chunks or graphs."""
+    """The log-probabilities of trained tokens, without packing, chunks or graphs."""
     whole = torch.tensor([*rollout.prompt.tokens, *rollout.tokens])
     length = len(whole)
     hidden = model(whole, torch.arange(length), torch.tensor([0, length], dtype=torch.int32), length)
     logprobs = (hidden[:-1] @ model.head_weight.t()).log_softmax(-1)
-    of_tokens = logprobs[torch.arange(length - 1), whole[1:]][len(rollout.prompt.tokens) - 1 :]
-    return of_tokens[torch.tensor(rollout.sampled)]
+    token_logprobs = logprobs[torch.arange(length - 1), whole[1:]][len(rollout.prompt.tokens) - 1 :]
+    return token_logprobs[torch.tensor(rollout.sampled)]
 
 
-def test_sft_learns_the_demonstrations_and_nothing_is_sampled(folder: Path) -> None:
+def test_sft_learns_demonstrations_and_samples_nothing(folder: Path) -> None:
     run = train(config_of(folder, "steps=12", "validation.every=12", "checkpoint.every=12"), ONE)
     assert run is not None
-    assert run.policy.engine is None  # no cache, and no graphs of generation
+    assert run.policy.engine is None  # neither a KV cache nor graphs of generation
     first, *_, last = metrics_of(folder / "run")
     assert last["loss"] < 0.6 * first["loss"]
     assert last["data/epoch"] == pytest.approx(12 * 4 / 15)
@@ -103,33 +103,33 @@ def test_sft_learns_the_demonstrations_and_nothing_is_sampled(folder: Path) -> N
     assert last["validation/perplexity"] == pytest.approx(math.exp(last["validation/loss"]))
 
 
-def test_the_update_of_sft_is_that_of_the_mean_over_the_assistants_tokens(folder: Path) -> None:
-    """The whole data is one batch; the gradient is in Adam's first moment, and is not clipped."""
+def test_the_sft_gradient_is_that_of_the_mean_over_assistant_tokens(folder: Path) -> None:
+    """All rows are one batch. Adam's first moment holds the gradient, which is not clipped."""
     options = ["steps=1", "data.prompts_per_step=15", "optimizer.clip_norm=null", "data.validation=null"]
     run = train(config_of(folder, *options), ONE)
     assert run is not None
-    begun = load_model(folder / "run" / "reference").double()
+    reference = load_model(folder / "run" / "reference").double()
     rollouts = run.inputs.offline_data.all_rollouts() if run.inputs.offline_data else []
-    (-torch.cat([plain_logprobs(begun, rollout) for rollout in rollouts[:15]])).mean().backward()
-    assert_gradients(run, begun, first_moment=0.1)
+    (-torch.cat([plain_logprobs(reference, rollout) for rollout in rollouts[:15]])).mean().backward()
+    assert_gradients(run, reference, first_moment=0.1)
 
 
 def assert_gradients(run: Any, model: Decoder, first_moment: float) -> None:
-    """Compare the gradient of the last step, which is in Adam's first moment, in units of the largest one."""
+    """Compare the last gradient, from Adam's first moment. The tolerance is relative to the largest element."""
     expected = {name: parameter.grad for name, parameter in model.named_parameters()}
     largest = max(gradient.abs().max() for gradient in expected.values())
     for piece in run.policy.optimizer.parameter_states:
-        wanted = expected[piece.parameter.name].flatten()[piece.start : piece.start + piece.master.numel()]
-        found = piece.state["exp_avg"].double() / first_moment
-        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4 * largest)
+        expected_gradient = expected[piece.parameter.name].flatten()[piece.start : piece.start + piece.master.numel()]
+        actual = piece.state["exp_avg"].double() / first_moment
+        torch.testing.assert_close(actual, expected_gradient, rtol=0, atol=1e-4 * largest)
 
 
 @pytest.mark.parametrize("options", ["{beta: 0.5}", "{beta: 0.3, label_smoothing: 0.2}", "{beta: 2.0, loss_type: ipo}"])
-def test_the_second_update_of_dpo_is_that_of_its_loss(folder: Path, options: str) -> None:
-    """After a first update, policy and reference differ. The formulas are TRL's, in float64."""
-    given = ["data.prompts_per_step=8", "steps=2", "optimizer.clip_norm=null", "checkpoint.every=1"]
-    given += ["checkpoint.keep_last=5", "data.shuffle=false", "optimizer.betas=[0.0, 0.999]"]
-    run = train(dpo_config(folder, f"algorithm.options={options}", *given), ONE)
+def test_the_dpo_gradient_is_that_of_its_loss(folder: Path, options: str) -> None:
+    """Of the second update, when policy and reference differ. The formulas are TRL's, in float64."""
+    settings = ["data.prompts_per_step=8", "steps=2", "optimizer.clip_norm=null", "checkpoint.every=1"]
+    settings += ["checkpoint.keep_last=5", "data.shuffle=false", "optimizer.betas=[0.0, 0.999]"]
+    run = train(dpo_config(folder, f"algorithm.options={options}", *settings), ONE)
     assert run is not None
     assert run.inputs.offline_data is not None
     policy = load_model(folder / "run" / "reference").double()
@@ -148,22 +148,25 @@ def test_the_second_update_of_dpo_is_that_of_its_loss(folder: Path, options: str
 def plain_dpo(policy: Decoder, reference: Decoder, rollouts: Any, dpo: Any) -> tuple[Tensor, dict[str, float]]:
     ipo = dpo.loss_type == "ipo"
 
-    def number(model: Decoder, rollout: Rollout) -> Tensor:
+    def sequence_logprob(model: Decoder, rollout: Rollout) -> Tensor:
         logprobs = plain_logprobs(model, rollout)
         return logprobs.mean() if ipo else logprobs.sum()
 
     losses, chosen, rejected = [], [], []
     for good, bad in zip(rollouts[::2], rollouts[1::2], strict=True):
         with torch.no_grad():
-            of_reference = number(reference, good), number(reference, bad)
-        ratios = number(policy, good) - of_reference[0], number(policy, bad) - of_reference[1]
+            reference_logprobs = sequence_logprob(reference, good), sequence_logprob(reference, bad)
+        ratios = (
+            sequence_logprob(policy, good) - reference_logprobs[0],
+            sequence_logprob(policy, bad) - reference_logprobs[1],
+        )
         logits = ratios[0] - ratios[1]
         log_sigmoid = torch.nn.functional.logsigmoid
         if ipo:
             losses.append((logits - 1 / (2 * dpo.beta)) ** 2)
         else:
-            right = -log_sigmoid(dpo.beta * logits) * (1 - dpo.label_smoothing)
-            losses.append(right - log_sigmoid(-dpo.beta * logits) * dpo.label_smoothing)
+            chosen_loss = -log_sigmoid(dpo.beta * logits) * (1 - dpo.label_smoothing)
+            losses.append(chosen_loss - log_sigmoid(-dpo.beta * logits) * dpo.label_smoothing)
         chosen.append(dpo.beta * ratios[0].detach())
         rejected.append(dpo.beta * ratios[1].detach())
     good_rewards, bad_rewards = torch.stack(chosen), torch.stack(rejected)
@@ -177,7 +180,7 @@ def plain_dpo(policy: Decoder, reference: Decoder, rollouts: Any, dpo: Any) -> t
     }
 
 
-def test_dpo_begins_with_log_2_and_learns_to_prefer(folder: Path) -> None:
+def test_the_dpo_loss_starts_at_log_2_and_falls(folder: Path) -> None:
     train(dpo_config(folder, "steps=10", "validation.every=10", "algorithm.options.beta=0.5"), ONE)
     first, *_, last = metrics_of(folder / "run")
     assert first["loss"] == pytest.approx(math.log(2))
@@ -187,7 +190,7 @@ def test_dpo_begins_with_log_2_and_learns_to_prefer(folder: Path) -> None:
     assert last["validation/rewards/accuracies"] == 1.0
 
 
-def test_eval_has_the_validation_loss(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_eval_prints_the_validation_loss(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = config_of(folder)
     train(config, ONE)
     (folder / "config.yaml").write_text(to_yaml(config))
@@ -196,7 +199,7 @@ def test_eval_has_the_validation_loss(folder: Path, capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize("make", [config_of, pytest.param(dpo_config, marks=pytest.mark.slow)])
-def test_a_run_in_two_halves_is_the_same_run(folder: Path, make: Any) -> None:
+def test_a_resumed_run_is_the_same_run(folder: Path, make: Any) -> None:
     train(make(folder, "steps=6"), ONE)
     halves = f"output={folder / 'halves'}"
     train(make(folder, "steps=4", halves), ONE)
@@ -212,9 +215,9 @@ def test_graphs_change_nothing(folder: Path) -> None:
     assert {graph["name"].split()[0] for graph in report["graphs"]} == {"score", "train"}
 
 
-def test_the_lowest_validation_loss_is_the_best(folder: Path) -> None:
-    given = ["steps=6", "validation.every=1", "checkpoint.every=6", "optimizer.lr=0.3"]
-    run = train(config_of(folder, *given), ONE)
+def test_the_best_checkpoint_has_the_lowest_validation_loss(folder: Path) -> None:
+    options = ["steps=6", "validation.every=1", "checkpoint.every=6", "optimizer.lr=0.3"]
+    run = train(config_of(folder, *options), ONE)
     assert run is not None
     losses = [entry["validation/loss"] for entry in metrics_of(folder / "run")]
     best = run.checkpoints.best()
@@ -235,12 +238,12 @@ def test_the_lowest_validation_loss_is_the_best(folder: Path) -> None:
          r"data\.max_tokens: grpo samples completions"),
     ],
 )  # fmt: skip
-def test_settings_that_make_no_sense_are_refused(folder: Path, overrides: list[str], message: str) -> None:
+def test_contradictory_settings_are_refused(folder: Path, overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         config_of(folder, *overrides)
 
 
-def test_rows_that_lack_something_are_named_by_file_and_line(folder: Path) -> None:
+def test_incomplete_rows_are_named_by_file_and_line(folder: Path) -> None:
     write_rows(folder / "bare.jsonl", [{"prompt": "a", "completion": "b"}, {"prompt": "a"}])
     with pytest.raises(DataError, match=r"data: .*bare\.jsonl:2: a demonstration needs `prompt` and `completion`"):
         train(config_of(folder, f"data.train={folder / 'bare.jsonl'}"), ONE)
@@ -252,7 +255,7 @@ def test_rows_that_lack_something_are_named_by_file_and_line(folder: Path) -> No
         train(config_of(folder, "data.max_tokens=9"), ONE)
 
 
-def test_a_plan_without_samples_has_no_cache(folder: Path) -> None:
+def test_the_plan_of_a_supervised_run_has_no_cache(folder: Path) -> None:
     config = config_of(folder, "data.max_tokens=48")
     speed = Speed(1.0, 0.1)
     plan = make_plan(config, device="cpu", speed=speed)
@@ -269,13 +272,13 @@ def test_a_plan_without_samples_has_no_cache(folder: Path) -> None:
 @pytest.mark.multi
 @pytest.mark.parametrize("make", [config_of, dpo_config])
 @pytest.mark.parametrize("impl", ["tape", "none"])
-def test_recomputing_changes_nothing_of_a_run(folder: Path, make: Any, impl: str) -> None:
-    given = ["steps=2", "model.tiny.layers=2", f"graph.impl={impl}"]
+def test_activation_checkpointing_changes_no_bit(folder: Path, make: Any, impl: str) -> None:
+    options = ["steps=2", "model.tiny.layers=2", f"graph.impl={impl}"]
     for name, checkpointing in (("kept", "auto"), ("one", "1"), ("all", "true")):
-        config = make(folder, *given, f"model.checkpointing={checkpointing}", f"output={folder / name}")
+        config = make(folder, *options, f"model.checkpointing={checkpointing}", f"output={folder / name}")
         train(config, ONE)
-        both = replace(config, output=str(folder / f"{name} on two"))
-        assert run_world(2, folder, train_on_a_rank, both, folder / "output") == [None, None]
+        two_ranks = replace(config, output=str(folder / f"{name} on two"))
+        assert run_world(2, folder, train_on_a_rank, two_ranks, folder / "output") == [None, None]
     for name in ("one", "all"):
         assert_same_run(folder / name, folder / "kept", 1)
         assert_same_run(folder / f"{name} on two", folder / "kept on two", 1)
@@ -284,13 +287,13 @@ def test_recomputing_changes_nothing_of_a_run(folder: Path, make: Any, impl: str
 @pytest.mark.slow
 @pytest.mark.multi
 @pytest.mark.parametrize("make", [config_of, dpo_config])
-def test_two_ranks_learn_what_one_does(folder: Path, make: Any) -> None:
-    """Each has its share of the rows, also of the three that are held out, and they agree on the rest."""
+def test_two_ranks_learn_what_one_rank_learns(folder: Path, make: Any) -> None:
+    """Each has its share of the rows, also of the three held-out ones, and metrics are those of all rows."""
     warm = f"warm_start={{data: {folder / 'train.jsonl'}, steps: 3, batch_size: 3, lr: 1e-3}}"
-    given = ["data.prompts_per_step=5", "optimizer.lr=1e-3", "graph.exact=off", warm]
-    train(make(folder, *given), ONE)
-    both = make(folder, *given, f"output={folder / 'both'}")
-    assert run_world(2, folder, train_on_a_rank, both, folder / "output") == [None, None]
+    options = ["data.prompts_per_step=5", "optimizer.lr=1e-3", "graph.exact=off", warm]
+    train(make(folder, *options), ONE)
+    two_ranks = make(folder, *options, f"output={folder / 'both'}")
+    assert run_world(2, folder, train_on_a_rank, two_ranks, folder / "output") == [None, None]
     for alone, together in zip(metrics_of(folder / "run"), metrics_of(folder / "both"), strict=True):
         assert together.keys() == alone.keys()
         for name in alone.keys() & {"loss", "validation/loss", "tokens/trained", "data/epoch", "rewards/margins"}:

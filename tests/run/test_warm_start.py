@@ -1,4 +1,4 @@
-"""Warm starts: they use chat templates, and can be stopped, killed and resumed like the steps that follow."""
+"""Warm starts use the chat template, and can be stopped, killed and resumed like the steps after them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ graph: {impl: none}
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Prompts, demonstrations, and a reward that can end its process; `calls` counts how often it was called."""
+    """Prompts, demonstrations, and a reward that can end its process. The size of `calls` counts its calls."""
     (tmp_path / "rewards.py").write_text(
         "import os, pathlib, signal\n"
         "def count(completions, **columns):\n"
@@ -54,47 +54,47 @@ def folder(tmp_path: Path) -> Path:
 
 
 def warm_config(folder: Path, name: str, *overrides: str) -> Config:
-    """Eight steps; the reward is looked at after every third one and is never high enough."""
+    """A warm start of eight steps. The reward is checked after every third one and is never high enough to stop."""
     rows = [f"data.train={folder / 'prompts.jsonl'}", f"output={folder / name}"]
     warm = "{data: DATA, steps: 8, batch_size: 4, lr: 1e-2, stop_at: 9.0, check_every: 3}"
     rows.append("warm_start=" + warm.replace("DATA", str(folder / "demonstrations.jsonl")))
     return parse_config(WARM.replace("REWARD", f"{folder / 'rewards.py'}:count"), [*rows, *overrides])
 
 
-def assert_same(folder: Path, name: str) -> None:
-    """The warm start gave the same weights as one that was not disturbed, and so did the steps after it."""
+def assert_undisturbed(folder: Path, name: str) -> None:
+    """The warm start and the steps after it gave the weights of a run without interruption."""
     train(warm_config(folder, "undisturbed"), ONE)
     reference = Path("reference") / "model.safetensors"
     assert (folder / name / reference).read_bytes() == (folder / "undisturbed" / reference).read_bytes()
     assert_same_run(folder / name, folder / "undisturbed", step=1)
 
 
-def test_demonstrations_have_the_chat_template_of_the_prompts(folder: Path) -> None:
+def test_demonstrations_use_the_chat_template_of_the_prompts(folder: Path) -> None:
     inputs = check_inputs(warm_config(folder, "run"), ONE)
     assert inputs.warm_start is not None
-    asked = {prompt.text for prompt in inputs.data.next_prompts()}
-    assert all(text.startswith("<|bos|>user: ") for text in asked)
+    prompts = {prompt.text for prompt in inputs.data.next_prompts()}
+    assert all(text.startswith("<|bos|>user: ") for text in prompts)
     for rollout in inputs.warm_start.next_rollouts():
         assert rollout.prompt.text == f"<|bos|>user: {rollout.prompt.id}?<|eos|>\nassistant: "
 
 
-def test_demonstrations_show_the_tools_of_the_environment_as_the_prompts_do(folder: Path) -> None:
+def test_demonstrations_show_the_tools_of_the_environment(folder: Path) -> None:
     environment = '{name: "rollgraph.rl.chat:Chat", options: {tools: ["rollgraph.rl.calculator:calculate"]}}'
     sizes = ["model.tiny.max_length=1024", "data.max_prompt_tokens=900", "train.token_buckets=[2048]"]
     options = [f"rollout.environment={environment}", "rollout.environment.options.max_tokens=24", "data.chat=false"]
     inputs = check_inputs(warm_config(folder, "run", *sizes, *options), ONE)
     assert inputs.warm_start is not None
     rollouts = [rollout for _ in range(2) for rollout in inputs.warm_start.next_rollouts()][:6]
-    asked = next(prompt for prompt in inputs.data.next_prompts() if prompt.id < 6)
-    (shown,) = (rollout for rollout in rollouts if rollout.prompt.id == asked.id)
-    assert '"name": "calculate"' in asked.text
-    assert (shown.prompt.text, shown.prompt.tokens) == (asked.text, asked.tokens)
-    assert shown.text == "odd" * asked.id + "<|eos|>\n"
+    prompt = next(prompt for prompt in inputs.data.next_prompts() if prompt.id < 6)
+    (demonstration,) = (rollout for rollout in rollouts if rollout.prompt.id == prompt.id)
+    assert '"name": "calculate"' in prompt.text
+    assert (demonstration.prompt.text, demonstration.prompt.tokens) == (prompt.text, prompt.tokens)
+    assert demonstration.text == "odd" * prompt.id + "<|eos|>\n"
 
 
 @pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize("by", ["SIGTERM", pytest.param("SIGINT", marks=pytest.mark.slow)])
-def test_a_warm_start_that_was_stopped_goes_on(
+def test_a_stopped_warm_start_resumes(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], by: str
 ) -> None:
     monkeypatch.setenv("STOP_AT", "1")
@@ -116,30 +116,30 @@ def test_a_warm_start_that_was_stopped_goes_on(
     resumed = warm_config(folder, "stopped", "resume=must", f"data.train={moved}", "log.every=2")
     moved.with_name("prompts.jsonl").hardlink_to(moved)
     train(resumed, ONE)
-    told = capsys.readouterr().out
-    assert "resumed after 3 of 8 steps of the warm start\nchanged since then: log.every: 1 → 2\n" in told
+    output = capsys.readouterr().out
+    assert "resumed after 3 of 8 steps of the warm start\nchanged since then: log.every: 1 → 2\n" in output
     starts = (folder / "stopped" / "starts.jsonl").read_text().splitlines()
     assert [json.loads(start)["changes"] for start in starts] == [[], [{"key": "log.every", "old": 1, "new": 2}]]
-    assert not (folder / "stopped" / "warm_start").exists()  # the run has a checkpoint of its own
-    assert_same(folder, "stopped")
+    assert not (folder / "stopped" / "warm_start").exists()  # the run has a checkpoint by now
+    assert_undisturbed(folder, "stopped")
 
 
-def test_a_warm_start_goes_on_with_other_data_if_that_is_allowed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_warm_start_resumes_with_other_data_if_allowed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STOP_AT", "1")
     monkeypatch.setenv("STOP_BY", "SIGTERM")
     train(warm_config(folder, "run"), ONE)
     monkeypatch.delenv("STOP_AT")
-    other = [f"data.train={folder / 'other.jsonl'}", f"warm_start.data={folder / 'other.jsonl'}", "seed=1"]
+    changes = [f"data.train={folder / 'other.jsonl'}", f"warm_start.data={folder / 'other.jsonl'}", "seed=1"]
     with pytest.raises(ChangedConfig, match=r"seed: 0 → 1; data\.train: .*prompts\.jsonl → .*other\.jsonl"):
-        train(warm_config(folder, "run", *other), ONE)
-    train(warm_config(folder, "run", *other, "allow_changes=seed,data.train", "steps=1"), ONE)
+        train(warm_config(folder, "run", *changes), ONE)
+    train(warm_config(folder, "run", *changes, "allow_changes=seed,data.train", "steps=1"), ONE)
     assert (folder / "run" / "checkpoints" / "step_00000000").is_dir()
 
 
 @pytest.mark.slow
 @pytest.mark.multi
-def test_a_warm_start_that_was_killed_goes_on(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It is killed inside step 6, after a checkpoint of step 4; and again in the first step after the warm start."""
+def test_a_killed_warm_start_resumes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is killed in step 6, after a checkpoint of step 4, and again in the first step after the warm start."""
     config = folder / "config.yaml"
     config.write_text(to_yaml(warm_config(folder, "killed")))
     for call in ("2", "4"):
@@ -148,4 +148,4 @@ def test_a_warm_start_that_was_killed_goes_on(folder: Path, capsys: pytest.Captu
         assert process.returncode == -9
     train(warm_config(folder, "killed", "resume=must"), ONE)
     assert "resumed after 8 of 8 steps of the warm start" in capsys.readouterr().out
-    assert_same(folder, "killed")
+    assert_undisturbed(folder, "killed")

@@ -1,4 +1,4 @@
-"""Chromium without a window, and the page in it. Tests that need it skip with a reason where it is missing."""
+"""Headless Chromium, and the page in it. Without Chromium, tests that need it skip with a reason."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
-WAIT = 60_000  # milliseconds that a test waits for what must come; a busy machine needs long
+WAIT = 60_000  # milliseconds until a wait fails; generous, for busy machines
 
 
 def find_chromium() -> str | None:
-    """The browser of this machine; ROLLGRAPH_CHROMIUM names another one."""
-    named = os.environ.get("ROLLGRAPH_CHROMIUM")
-    return named or next(filter(None, map(shutil.which, NAMES)), None)
+    """The path of Chromium: ROLLGRAPH_CHROMIUM, or the first one on PATH."""
+    override = os.environ.get("ROLLGRAPH_CHROMIUM")
+    return override or next(filter(None, map(shutil.which, NAMES)), None)
 
 
-def missing() -> str:
-    """What a test in a browser lacks on this machine; empty if nothing."""
+def missing_requirement() -> str:
+    """Why tests in a browser cannot run here, or an empty string."""
     packages = [name for name in ("playwright", "starlette", "uvicorn") if importlib.util.find_spec(name) is None]
     if packages:
         return f"a test in a browser needs the Python packages {', '.join(packages)}: pip install 'rollgraph[dev]'"
@@ -38,7 +38,7 @@ def missing() -> str:
     return ""
 
 
-needs_chromium = pytest.mark.skipif(bool(missing()), reason=missing())
+needs_chromium = pytest.mark.skipif(bool(missing_requirement()), reason=missing_requirement())
 
 
 @contextmanager
@@ -46,7 +46,7 @@ def chromium() -> Iterator[Browser]:
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as driver:
-        # The sandbox of Chromium does not work for root and in most containers; the pages are our own.
+        # The sandbox of Chromium fails for root and in most containers. We only open our own pages.
         browser = driver.chromium.launch(executable_path=find_chromium(), args=["--no-sandbox"])
         try:
             yield browser
@@ -56,7 +56,7 @@ def chromium() -> Iterator[Browser]:
 
 @contextmanager
 def served(folders: Sequence[Path]) -> Iterator[str]:
-    """The address of a server of these folders, in this process."""
+    """Serve the folders from a thread, and yield the address."""
     from rollgraph.view.server import Access, access_url, open_listener, serve_dashboard
 
     listening = open_listener("127.0.0.1", 0)
@@ -74,7 +74,7 @@ def served(folders: Sequence[Path]) -> Iterator[str]:
 
 @dataclass
 class Tab:
-    """A page that remembers what went wrong in it: errors of scripts, and what the content policy refused."""
+    """A page that collects its errors, of scripts and of the content security policy."""
 
     page: Page
     base: str
@@ -86,13 +86,13 @@ class Tab:
         return self.page
 
     def visit(self, address: str) -> None:
-        """Another address of the page, which is not loaded again."""
+        """Navigate within the page, without loading it again."""
         self.page.evaluate("(address) => { location.hash = address }", f"#/{address}")
 
     def wait(self, condition: str) -> None:
-        """Until a JavaScript expression is true. Playwright's own wait needs what the policy of the page forbids.
+        """Wait until a JavaScript expression is true. An element in it may be missing while the page redraws it.
 
-        An element that it names may be missing for a moment, while the page draws it anew.
+        Playwright's own wait needs eval, which the content security policy of the page forbids.
         """
         end = time.monotonic() + WAIT / 1000
         while not self.page.evaluate(f"() => {{ try {{ return ({condition}) }} catch {{ return false }} }}"):
@@ -110,14 +110,14 @@ class Tab:
 
 @contextmanager
 def tab(browser: Browser, base: str, **options: Any) -> Iterator[Tab]:
-    """A page with its own storage. It fails the test if a script of it failed, unless the test itself failed before."""
+    """A page with its own storage. At its end, the test fails if the page had errors."""
     context = browser.new_context(**{"viewport": {"width": 1280, "height": 800}, **options})
     page = context.new_page()
-    opened = Tab(page, base)
-    page.on("pageerror", lambda error: opened.errors.append(str(error)))
-    page.on("console", lambda message: opened.errors.append(message.text) if message.type == "error" else None)
+    new_tab = Tab(page, base)
+    page.on("pageerror", lambda error: new_tab.errors.append(str(error)))
+    page.on("console", lambda message: new_tab.errors.append(message.text) if message.type == "error" else None)
     try:
-        yield opened
+        yield new_tab
     finally:
         context.close()
-    assert opened.errors == []
+    assert new_tab.errors == []

@@ -1,4 +1,4 @@
-"""Folders of runs in which every number is known: as long as wanted, and damaged in the ways that runs are."""
+"""Run folders of any length in which every number is known, for tests without a browser."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ data: {prompts_per_step: 8}
 rollout: {samples_per_prompt: 4, max_tokens: 100, top_p: 1.0, top_k: 0, min_p: 0.0}
 optimizer: {clip_norm: 1.0, lr: 1.0e-6}
 """
-HEALTHY: dict[str, Curve] = {  # a run with nothing to complain about
+HEALTHY: dict[str, Curve] = {  # a run without findings
     "reward": lambda step: 0.2 + 0.005 * step,
     "groups/frac_reward_zero_std": lambda step: 0.3,
     "groups/rounds": lambda step: 1.0,
@@ -50,7 +50,7 @@ def write_metrics(folder: Path, curves: dict[str, Curve], steps: range) -> None:
 
 
 def write_run(folder: Path, steps: int = 60, config: str = CONFIG, **curves: Curve) -> Path:
-    """A run of so many steps with the curves of a healthy one, or others; names have `__` for a slash."""
+    """Write a run with the metrics of a healthy one. `curves` replaces metrics, with `__` in names for a slash."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text(config)
     write_lines(folder / "starts.jsonl", [{"time": "2026-11-16T10:00:00+00:00", "first_step": 0, "ranks": 1}])
@@ -58,8 +58,8 @@ def write_run(folder: Path, steps: int = 60, config: str = CONFIG, **curves: Cur
     return folder
 
 
-def make_sample(step: int, group: int, place: int, **fields: Any) -> dict[str, Any]:
-    """A sample whose reward and texts follow from its numbers."""
+def make_sample(step: int, group: int, index: int, **fields: Any) -> dict[str, Any]:
+    """A sample whose reward and texts follow from its step, group and index."""
     record = {
         "step": step,
         "split": "train",
@@ -67,9 +67,9 @@ def make_sample(step: int, group: int, place: int, **fields: Any) -> dict[str, A
         "prompt_id": group,
         "prompt": f"prompt {group}",
         "columns": {},
-        "completion": f"step {step} group {group} place {place}",
-        "reward": float(place % 4) / 4,
-        "rewards": {"exact": float(place % 4) / 4},
+        "completion": f"step {step} group {group} sample {index}",
+        "reward": float(index % 4) / 4,
+        "rewards": {"exact": float(index % 4) / 4},
         "finish_reason": "stop",
         "tokens": 3,
         "spans": [{"start": 0, "end": 3, "kind": "turn"}],
@@ -79,11 +79,11 @@ def make_sample(step: int, group: int, place: int, **fields: Any) -> dict[str, A
 
 
 def write_group(folder: Path, step: int, group: int, size: int = 4, **fields: Any) -> None:
-    write_lines(folder / "samples.jsonl", [make_sample(step, group, place, **fields) for place in range(size)])
+    write_lines(folder / "samples.jsonl", [make_sample(step, group, index, **fields) for index in range(size)])
 
 
 def open_run(folder: Path, cache: Path | None = None) -> RunData:
-    """The run as a new process sees it; with a cache, what another one has indexed is there."""
+    """The run as a new process sees it, with what other processes left in the cache."""
     run = RunData("run", folder.name, folder, IndexStore(cache))
     run.update()
     return run

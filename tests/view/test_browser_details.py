@@ -1,4 +1,4 @@
-"""The page in a real browser, in detail: axes, keys, search, phones, very long lists and texts, damaged folders."""
+"""The page in a browser, in detail: axes, keys, search, phones, very long lists and texts, damaged folders."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 from tests.view.browser import Tab, needs_chromium, served, tab
-from tests.view.made_run import HOSTILE, MadeRun
+from tests.view.run_writer import HOSTILE, RunWriter
 
 pytestmark = [needs_chromium, pytest.mark.slow]
 
@@ -17,17 +17,17 @@ MANY = 1_000_000
 COUNT = "document.querySelector('.list-head .count').textContent"
 
 
-def test_curves_are_smoothed_and_axes_changed(opened: Tab) -> None:
-    page = opened.open("overview?smooth=0.9")
-    assert opened.text("output") == "0.90"
+def test_curves_are_smoothed_and_axes_changed(dashboard: Tab) -> None:
+    page = dashboard.open("overview?smooth=0.9")
+    assert dashboard.text("output") == "0.90"
     page.get_by_role("button", name="Log").click()
     page.get_by_role("button", name="Time").click()
-    opened.wait("document.querySelector('.chart').dataset.axis === 'time'")
+    dashboard.wait("document.querySelector('.chart').dataset.axis === 'time'")
     page.locator(".plot").first.focus()
     page.keyboard.press("ArrowLeft")
-    opened.wait("/^\\d+:\\d\\d/.test(document.querySelector('.position').textContent)")
+    dashboard.wait("/^\\d+:\\d\\d/.test(document.querySelector('.position').textContent)")
     assert "generate" in (page.locator(".chart.wide .legend").text_content() or "")
-    # The last number below a chart stands half beyond its edge.
+    # Half of the last label below a chart lies beyond the edge of the plot.
     room = page.evaluate("""() => {
         const [plot, over] = [".plot", ".u-over"].map((one) => document.querySelector(one).getBoundingClientRect());
         const pen = document.createElement("canvas").getContext("2d");
@@ -37,8 +37,8 @@ def test_curves_are_smoothed_and_axes_changed(opened: Tab) -> None:
     assert room >= 0
 
 
-def test_what_is_done_to_numbers_before_they_are_drawn(opened: Tab) -> None:
-    page = opened.open("machine")
+def test_smoothing_and_stacking_of_values(dashboard: Tab) -> None:
+    page = dashboard.open("machine")
     smooth = "import('/static/smoothing.js').then((it) => it.smooth([2, null, 4, 4], 0.5))"
     first, gap, third, last = page.evaluate(smooth)
     assert (first, gap) == (2, None)
@@ -48,63 +48,63 @@ def test_what_is_done_to_numbers_before_they_are_drawn(opened: Tab) -> None:
     assert page.evaluate(stack) == [[1, 2], [11, 2]]
 
 
-def test_samples_are_searched_filtered_and_stepped_through_by_keys(opened: Tab) -> None:
-    page = opened.open("samples")
-    opened.wait("document.querySelectorAll('.virtual-row').length > 4")
+def test_keys_search_filter_and_step_through_samples(dashboard: Tab) -> None:
+    page = dashboard.open("samples")
+    dashboard.wait("document.querySelectorAll('.virtual-row').length > 4")
     page.keyboard.press("/")
     page.keyboard.type("MARBLES")
-    opened.wait(f"{COUNT} === '8 groups'")
+    dashboard.wait(f"{COUNT} === '8 groups'")
     marked = "Array.from(CSS.highlights.get('search') ?? [], (range) => range.toString())"
-    opened.wait(f"{marked}.includes('marbles')")
+    dashboard.wait(f"{marked}.includes('marbles')")
     page.get_by_label("Step", exact=True).fill("35")
-    opened.wait(f"{COUNT} === '1 group'")
+    dashboard.wait(f"{COUNT} === '1 group'")
     page.get_by_role("searchbox").fill("")
-    opened.wait(f"{COUNT} === '4 groups'")
+    dashboard.wait(f"{COUNT} === '4 groups'")
     page.get_by_role("listbox").focus()
     page.keyboard.press("ArrowDown")
-    opened.wait("document.querySelector('.virtual-row[aria-selected=true]')?.id === 'row-1'")
-    opened.wait("location.hash.includes('open=35.dropped.2')")
-    opened.wait("document.querySelector('.group-head .quiet').textContent.includes('filtered out')")
+    dashboard.wait("document.querySelector('.virtual-row[aria-selected=true]')?.id === 'row-1'")
+    dashboard.wait("location.hash.includes('open=35.dropped.2')")
+    dashboard.wait("document.querySelector('.group-head .quiet').textContent.includes('filtered out')")
     page.locator(".card.selected").focus()
     page.keyboard.press("ArrowRight")
     assert page.evaluate("document.activeElement.getAttribute('aria-label')").startswith("Sample 2")
 
 
-def test_every_control_has_a_name_and_shows_its_focus(opened: Tab) -> None:
+def test_controls_have_accessible_names_and_visible_focus(dashboard: Tab) -> None:
     names = """Array.from(document.querySelectorAll('a, button, input, select, [tabindex="0"]'), (one) =>
         one.getAttribute('aria-label') || one.labels?.[0]?.textContent || one.textContent.trim())"""
     for view in ("overview", "diagnosis", "compare", "machine", "samples"):
-        page = opened.open(view)
-        opened.wait("document.querySelector('main').textContent.length > 40")
+        page = dashboard.open(view)
+        dashboard.wait("document.querySelector('main').textContent.length > 40")
         assert all(page.evaluate(names)), view
-    seen = set()
+    focused = set()
     for _ in range(12):
         page.keyboard.press("Tab")
         assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") != "none"
-        seen.add(page.evaluate("document.activeElement.textContent || document.activeElement.ariaLabel"))
-    assert len(seen) >= 8
+        focused.add(page.evaluate("document.activeElement.textContent || document.activeElement.ariaLabel"))
+    assert len(focused) >= 8
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_every_view_fits_a_phone(browser: Any, address: str, theme: str) -> None:
-    with tab(browser, address, viewport={"width": 390, "height": 800}, color_scheme=theme) as opened:
+    with tab(browser, address, viewport={"width": 390, "height": 800}, color_scheme=theme) as dashboard:
         for view in ("overview", "samples", "samples?open=35.train.1&color=kl", "diagnosis", "compare", "machine"):
-            opened.open(view)
-            opened.wait("document.querySelector('main').textContent.length > 40")
-            assert opened.width_beyond() <= 0, view
-        assert opened.page.evaluate("document.documentElement.dataset.theme") == theme
-        opened.page.keyboard.press("d")
-        assert opened.page.evaluate("document.documentElement.dataset.theme") != theme
+            dashboard.open(view)
+            dashboard.wait("document.querySelector('main').textContent.length > 40")
+            assert dashboard.width_beyond() <= 0, view
+        assert dashboard.page.evaluate("document.documentElement.dataset.theme") == theme
+        dashboard.page.keyboard.press("d")
+        assert dashboard.page.evaluate("document.documentElement.dataset.theme") != theme
 
 
-def test_a_megabyte_of_text_is_shown_in_parts(browser: Any, tmp_path: Path) -> None:
-    run = MadeRun(tmp_path / "long", steps=4)
+def test_a_megabyte_of_text_is_shown_in_portions(browser: Any, tmp_path: Path) -> None:
+    run = RunWriter(tmp_path / "long", steps=4)
     run.take_steps(0, 1)
     megabyte = (HOSTILE + "\n") * (2**20 // len(HOSTILE))
     run.add_sample(0, megabyte)
-    with served([run.folder]) as address, tab(browser, address) as opened:
-        page = opened.open("samples?open=0.train.90")
-        opened.wait("document.querySelector('.card .more')")
+    with served([run.folder]) as address, tab(browser, address) as dashboard:
+        page = dashboard.open("samples?open=0.train.90")
+        dashboard.wait("document.querySelector('.card .more')")
         assert len(page.locator(".card .text").text_content() or "") < 30_000
         while page.locator(".card .more").count():
             page.locator(".card .more").click()
@@ -122,51 +122,53 @@ def answer_with_many_groups(route: Any, request: Any) -> None:
     route.fulfill(json={"total": MANY, "groups": groups, "notes": []})
 
 
-def test_a_million_groups_have_few_rows_and_both_ends_are_reached(opened: Tab) -> None:
-    opened.page.route("**/api/runs/*/samples?*", answer_with_many_groups)
-    opened.page.route("**/api/runs/*/samples/x", lambda route: route.fulfill(json={"turns": [], "notes": []}))
-    page = opened.open("samples")
-    opened.wait("document.querySelector('.row-prompt')?.textContent === 'prompt 0'")
+def test_a_list_of_a_million_groups_renders_few_rows(dashboard: Tab) -> None:
+    dashboard.page.route("**/api/runs/*/samples?*", answer_with_many_groups)
+    dashboard.page.route("**/api/runs/*/samples/x", lambda route: route.fulfill(json={"turns": [], "notes": []}))
+    page = dashboard.open("samples")
+    dashboard.wait("document.querySelector('.row-prompt')?.textContent === 'prompt 0'")
     assert page.locator(".virtual-row").count() < 40
     page.get_by_role("listbox").focus()
     page.keyboard.press("End")
-    opened.wait(f"[...document.querySelectorAll('.row-prompt')].some((row) => row.textContent === 'prompt {MANY - 1}')")
+    dashboard.wait(
+        f"[...document.querySelectorAll('.row-prompt')].some((row) => row.textContent === 'prompt {MANY - 1}')"
+    )
     assert page.locator(".virtual-row").count() < 40
     page.keyboard.press("Home")
-    opened.wait("document.querySelector('.row-prompt')?.textContent === 'prompt 0'")
+    dashboard.wait("document.querySelector('.row-prompt')?.textContent === 'prompt 0'")
 
 
-def test_what_is_read_stays_in_place_while_the_list_grows(browser: Any, tmp_path: Path) -> None:
-    run = MadeRun(tmp_path / "live", steps=100)
+def test_the_list_keeps_its_position_while_it_grows(browser: Any, tmp_path: Path) -> None:
+    run = RunWriter(tmp_path / "live", steps=100)
     run.take_steps(0, 30, samples_every=1)
-    first_in_sight = """(() => {
+    first_visible = """(() => {
         const list = document.querySelector('.virtual-list').getBoundingClientRect();
         const rows = [...document.querySelectorAll('.virtual-row')];
         const row = rows.find((one) => one.getBoundingClientRect().top >= list.top);
         return row && [row.querySelector('.row-step')?.textContent, row.getBoundingClientRect().top - list.top];
     })()"""
-    with served([run.folder]) as address, tab(browser, address) as opened:
-        page = opened.open("samples")
-        opened.wait(f"{COUNT} === '120 groups'")
+    with served([run.folder]) as address, tab(browser, address) as dashboard:
+        page = dashboard.open("samples")
+        dashboard.wait(f"{COUNT} === '120 groups'")
         page.evaluate("document.querySelector('.virtual-list').scrollTop = 68 * 40 + 10")
-        opened.wait(f"{first_in_sight}?.[0] === 'step 19'")
-        before = page.evaluate(first_in_sight)
+        dashboard.wait(f"{first_visible}?.[0] === 'step 19'")
+        position = page.evaluate(first_visible)
         run.take_steps(30, 33, samples_every=1)
-        opened.wait(f"{COUNT} === '132 groups'")
-        opened.wait(f"{first_in_sight}?.[0] === 'step 19'")
-        assert page.evaluate(first_in_sight) == before
+        dashboard.wait(f"{COUNT} === '132 groups'")
+        dashboard.wait(f"{first_visible}?.[0] === 'step 19'")
+        assert page.evaluate(first_visible) == position
 
 
 def test_a_damaged_folder_opens_with_a_note(browser: Any, tmp_path: Path) -> None:
-    run = MadeRun(tmp_path / "damaged", steps=4)
+    run = RunWriter(tmp_path / "damaged", steps=4)
     run.take_steps(0, 2)
     for name in ("metrics.jsonl", "samples.jsonl"):
         with (run.folder / name).open("a") as file:
-            file.write('{"step": 1, "rewa\n{"step": 2, "rew')  # a damaged line, and one that is being written
+            file.write('{"step": 1, "rewa\n{"step": 2, "rew')  # a damaged line and an unfinished one
     (run.folder / "config.yaml").unlink()
-    with served([run.folder]) as address, tab(browser, address) as opened:
+    with served([run.folder]) as address, tab(browser, address) as dashboard:
         for view in ("overview", "samples", "diagnosis", "machine"):
-            opened.open(view)
-            opened.wait("document.querySelector('.notes').textContent.includes('config.yaml is missing')")
-            opened.wait("document.querySelector('.notes').textContent.includes('half-written')")
-        assert opened.text(".steps") == "2 steps"
+            dashboard.open(view)
+            dashboard.wait("document.querySelector('.notes').textContent.includes('config.yaml is missing')")
+            dashboard.wait("document.querySelector('.notes').textContent.includes('half-written')")
+        assert dashboard.text(".steps") == "2 steps"

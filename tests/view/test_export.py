@@ -1,4 +1,4 @@
-"""One file that needs no server: everything is inside, and no completion can get out of where it stands."""
+"""The export: one file that needs no server, from whose data no completion can escape."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HOSTILE = "</script><script>alert(1)</script><!-- \u2028 &amp; \ud83d"
 
 
 @pytest.fixture
-def exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def exported_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     static = tmp_path / "static"
     static.mkdir()
@@ -38,28 +38,30 @@ def exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return target.read_text(encoding="utf-8")
 
 
-def test_the_file_holds_scripts_styles_and_data(exported: str) -> None:
-    assert "static/" not in exported
-    assert "<style>p { color: red }</style>" in exported
-    (import_map,) = re.findall(r'<script type="importmap">(.*?)</script>', exported, re.DOTALL)
+def test_the_file_holds_scripts_styles_and_data(exported_page: str) -> None:
+    assert "static/" not in exported_page
+    assert "<style>p { color: red }</style>" in exported_page
+    (import_map,) = re.findall(r'<script type="importmap">(.*?)</script>', exported_page, re.DOTALL)
     modules = json.loads(import_map)["imports"]
     assert modules.keys() == {"view/app.js", "view/b.js", "view/c.js"}
     app = base64.b64decode(modules["view/app.js"].partition("base64,")[2]).decode()
     assert app == 'import { b } from "view/b.js";\nimport "view/c.js";\nconsole.log(b, "from ./b.js");\n'
-    assert '<script type="module">import "view/app.js";</script>' in exported
-    assert "default-src 'none'" in exported
+    assert '<script type="module">import "view/app.js";</script>' in exported_page
+    assert "default-src 'none'" in exported_page
 
 
-def test_no_completion_ends_the_element_it_stands_in(exported: str) -> None:
-    (data,) = re.findall(r'<script type="application/json" id="rollgraph-export">(.*?)</script>', exported, re.DOTALL)
+def test_no_completion_ends_its_script_element(exported_page: str) -> None:
+    (data,) = re.findall(
+        r'<script type="application/json" id="rollgraph-export">(.*?)</script>', exported_page, re.DOTALL
+    )
     assert "<" not in data
     content = json.loads(data)
     sample = content["data"]["runs-one"]["sample"]["20.train.0.0"]
     assert sample["completion"] == HOSTILE
-    assert exported.count("<script") == 3
+    assert exported_page.count("<script") == 3
 
 
-def test_all_that_the_page_asks_for_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_export_has_every_answer_that_the_page_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr("rollgraph.view.export.NEWEST_GROUPS", 3)
     folder = write_run(tmp_path / "run", steps=1000)
@@ -81,8 +83,8 @@ def test_all_that_the_page_asks_for_is_there(tmp_path: Path, monkeypatch: pytest
     assert content["runs"]["runs"][0]["id"] == "run"
 
 
-def test_prompts_that_are_compared_are_there_in_every_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that can be followed are the ones that were sampled most, which may be others."""
+def test_compared_prompts_are_exported_for_every_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The export has the most sampled prompts of each run, which may not be the shared ones."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr("rollgraph.view.export.PROMPTS", 1)
     monkeypatch.setattr("rollgraph.view.export.SHARED_PROMPTS", 2)

@@ -1,4 +1,4 @@
-"""Each thing that a good engineer would notice: a run that has it, and one that nearly has it."""
+"""Every finding of a diagnosis, with a run that has it and one that nearly has it."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from rollgraph.view.findings import FINDERS, diagnose
 from tests.view.synthetic_run import CONFIG, Curve, index_all, open_run, write_group, write_run
 
 
-def find(folder: Path, config: str = CONFIG, **curves: Curve) -> dict[str, dict[str, Any]]:
-    """Findings by id."""
+def diagnose_curves(folder: Path, config: str = CONFIG, **curves: Curve) -> dict[str, dict[str, Any]]:
+    """Write a run with these curves, and return its findings by id."""
     run = open_run(write_run(folder, config=config, **curves))
     return {finding["id"]: finding for finding in diagnose(run)}
 
 
-def late(value: float, otherwise: float) -> Curve:
-    """A curve that is `value` in the last 20 of 60 steps."""
-    return lambda step: value if step >= 40 else otherwise
+def late(value: float, before: float) -> Curve:
+    """A curve that is `value` in the last 20 of 60 steps, and `before` in the others."""
+    return lambda step: value if step >= 40 else before
 
 
-# What is found, how serious it is, curves that show it, and curves that are just not enough.
+# Id and severity of a finding, curves that have it, and curves that just do not.
 CASES: list[tuple[str, str, dict[str, Curve], dict[str, Curve]]] = [
     (
         "equal-rewards",
@@ -32,10 +32,25 @@ CASES: list[tuple[str, str, dict[str, Curve], dict[str, Curve]]] = [
         {"groups__frac_reward_zero_std": late(0.59, 0.95)},
     ),
     ("equal-rewards", "warning", {"groups__frac_reward_zero_std": late(0.7, 0.3)}, {}),
-    ("truncated", "problem", {"length__truncated": late(1.0, 0.0)}, {"length__truncated": late(0.29, 1.0)}),
+    (
+        "truncated",
+        "problem",
+        {"length__truncated": late(1.0, 0.0)},
+        {"length__truncated": late(0.29, 1.0)},
+    ),
     ("truncated", "warning", {"length__truncated": late(0.4, 0.0)}, {}),
-    ("entropy-collapse", "problem", {"policy__entropy": late(0.01, 0.5)}, {"policy__entropy": late(0.03, 0.5)}),
-    ("entropy-collapse", "warning", {"policy__entropy": late(0.05, 2.0)}, {"policy__entropy": late(0.2, 5.0)}),
+    (
+        "entropy-collapse",
+        "problem",
+        {"policy__entropy": late(0.01, 0.5)},
+        {"policy__entropy": late(0.03, 0.5)},
+    ),
+    (
+        "entropy-collapse",
+        "warning",
+        {"policy__entropy": late(0.05, 2.0)},
+        {"policy__entropy": late(0.2, 5.0)},
+    ),
     (
         "length-race",
         "warning",
@@ -45,7 +60,7 @@ CASES: list[tuple[str, str, dict[str, Curve], dict[str, Curve]]] = [
     (
         "length-race",
         "warning",
-        {"length__mean": lambda step: 32.0 + step, "reward": lambda step: 0.01 * step},  # towards 100, the limit
+        {"length__mean": lambda step: 32.0 + step, "reward": lambda step: 0.01 * step},  # approaches the limit of 100
         {"length__mean": lambda step: 20.0 + step / 6, "reward": lambda step: 0.3},
     ),
     (
@@ -85,35 +100,35 @@ CASES: list[tuple[str, str, dict[str, Curve], dict[str, Curve]]] = [
 ]
 
 
-def bad(found: dict[str, dict[str, Any]]) -> list[str]:
-    return [id for id, finding in found.items() if finding["severity"] != "good"]
+def not_good(findings: dict[str, dict[str, Any]]) -> list[str]:
+    return [id for id, finding in findings.items() if finding["severity"] != "good"]
 
 
 @pytest.mark.parametrize(("id", "severity", "shows", "nearly"), CASES)
-def test_what_is_found(
+def test_each_finding_is_found_and_nearly_found(
     tmp_path: Path, id: str, severity: str, shows: dict[str, Curve], nearly: dict[str, Curve]
 ) -> None:
-    found = find(tmp_path / "shows", **shows)
-    assert found[id]["severity"] == severity
-    assert found[id]["evidence"]
-    assert found[id]["advice"]
-    assert bad(found) == [id]
-    assert bad(find(tmp_path / "nearly", **nearly)) == []
+    findings = diagnose_curves(tmp_path / "shows", **shows)
+    assert findings[id]["severity"] == severity
+    assert findings[id]["evidence"]
+    assert findings[id]["advice"]
+    assert not_good(findings) == [id]
+    assert not_good(diagnose_curves(tmp_path / "nearly", **nearly)) == []
 
 
-def test_every_check_of_a_healthy_run_finds_it_good(tmp_path: Path) -> None:
-    found = find(tmp_path)
-    assert bad(found) == []
-    assert len(found) == len(FINDERS) == 10
+def test_all_findings_of_a_healthy_run_are_good(tmp_path: Path) -> None:
+    findings = diagnose_curves(tmp_path)
+    assert not_good(findings) == []
+    assert len(findings) == len(FINDERS) == 10
     cases = {"failing-reward" if id.startswith("failing-reward") else id for id, *_ in CASES}
-    assert cases == found.keys()  # each has a case above
+    assert cases == findings.keys()  # every finding has a case above
 
 
-def test_a_learning_rate_of_zero_is_a_problem_while_steps_are_left(tmp_path: Path) -> None:
+def test_a_learning_rate_of_zero_with_steps_left_is_a_problem(tmp_path: Path) -> None:
     config = CONFIG.replace("steps: 60", "steps: 100")
-    found = find(tmp_path, config=config, optimizer__lr=late(0.0, 1e-6))
-    assert found["zero-learning-rate"]["severity"] == "problem"
-    assert "last 20 rows" in found["zero-learning-rate"]["sentence"]
+    findings = diagnose_curves(tmp_path, config=config, optimizer__lr=late(0.0, 1e-6))
+    assert findings["zero-learning-rate"]["severity"] == "problem"
+    assert "last 20 rows" in findings["zero-learning-rate"]["sentence"]
 
 
 @pytest.mark.parametrize(
@@ -124,44 +139,44 @@ def test_a_learning_rate_of_zero_is_a_problem_while_steps_are_left(tmp_path: Pat
         (CONFIG, {"groups__dropped": late(3.0, 0.0)}, "dynamic sampling"),
     ],
 )
-def test_what_explains_a_disagreement(tmp_path: Path, config: str, curves: dict[str, Curve], reason: str) -> None:
-    found = find(tmp_path, config=config, policy__token_mult_prob_error=late(1.2, 1.2), **curves)
-    assert found["disagreement"]["severity"] == "note"
-    assert reason in found["disagreement"]["sentence"]
+def test_settings_explain_a_disagreement(tmp_path: Path, config: str, curves: dict[str, Curve], reason: str) -> None:
+    findings = diagnose_curves(tmp_path, config=config, policy__token_mult_prob_error=late(1.2, 1.2), **curves)
+    assert findings["disagreement"]["severity"] == "note"
+    assert reason in findings["disagreement"]["sentence"]
 
 
-def test_what_is_worst_comes_first_and_evidence_names_its_steps(tmp_path: Path) -> None:
+def test_the_worst_finding_comes_first_with_the_steps_of_its_evidence(tmp_path: Path) -> None:
     folder = write_run(
         tmp_path, length__truncated=late(1.0, 0.0), loss=lambda step: 3.0 if step == 33 else 0.01 * (step % 5)
     )
-    found = diagnose(open_run(folder))
-    assert [finding["id"] for finding in found][:2] == ["truncated", "loss-spikes"]
-    assert {finding["severity"] for finding in found[2:]} == {"good"}
-    assert found[0]["evidence"][0] == {
+    findings = diagnose(open_run(folder))
+    assert [finding["id"] for finding in findings][:2] == ["truncated", "loss-spikes"]
+    assert {finding["severity"] for finding in findings[2:]} == {"good"}
+    assert findings[0]["evidence"][0] == {
         "kind": "series",
         "names": ["length/truncated", "length/mean"],
         "from": 40,
         "to": 59,
     }
-    assert len(found[1]["evidence"]) == 1  # no samples were written
+    assert len(findings[1]["evidence"]) == 1  # the run has no samples
 
 
-def test_samples_as_evidence_are_ones_that_were_written(tmp_path: Path) -> None:
-    """Most steps write none: a link to the samples of such a step would lead to an empty list."""
+def test_evidence_links_to_samples_that_exist(tmp_path: Path) -> None:
+    """Most steps have no samples, so a link to the samples of the step itself could lead to an empty list."""
     jumps = {"loss": lambda step: 3.0 if step == 33 else 0.01 * (step % 5)}
     folder = write_run(tmp_path, **jumps, length__truncated=late(1.0, 0.0), failures__reward__raised=late(32.0, 32.0))
     for step in (20, 30, 40):
         write_group(folder, step, 0, finish_reason="length", failures={"exact": "raised ValueError"})
     run = open_run(folder)
-    found = {finding["id"]: finding["evidence"][1] for finding in diagnose(run) if finding["severity"] != "good"}
-    assert found["loss-spikes"] == {"kind": "samples", "step": 30, "label": "the nearest samples, of step 30"}
+    evidence = {finding["id"]: finding["evidence"][1] for finding in diagnose(run) if finding["severity"] != "good"}
+    assert evidence["loss-spikes"] == {"kind": "samples", "step": 30, "label": "the nearest samples, of step 30"}
     for id in ("truncated", "failing-reward-raised", "loss-spikes"):
-        given = {name: str(value) for name, value in found[id].items() if name in ("step", "finish")}
-        assert answers.answer_samples(run, given)["total"] > 0, id
+        parameters = {name: str(value) for name, value in evidence[id].items() if name in ("step", "finish")}
+        assert answers.answer_samples(run, parameters)["total"] > 0, id
     write_group(folder, 33, 0)
-    (jump,) = [finding for finding in diagnose(index_all(run)) if finding["id"] == "loss-spikes"]
-    assert jump["evidence"][1] == {"kind": "samples", "step": 33, "label": "samples of step 33"}
+    (loss_spike,) = [finding for finding in diagnose(index_all(run)) if finding["id"] == "loss-spikes"]
+    assert loss_spike["evidence"][1] == {"kind": "samples", "step": 33, "label": "samples of step 33"}
 
 
-def test_a_run_that_has_just_begun_is_not_judged(tmp_path: Path) -> None:
+def test_a_run_of_few_steps_has_no_findings(tmp_path: Path) -> None:
     assert diagnose(open_run(write_run(tmp_path, steps=4, length__truncated=lambda step: 1.0))) == []

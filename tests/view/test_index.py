@@ -1,4 +1,4 @@
-"""Indexes: what is read once is not read again, and a long run opens with little work."""
+"""Indexes read each line once, and open a long run with little work."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NAMES = "reward\npolicy/kl\npolicy/entropy\nlength/mean"
 
 
 def write_long_run(folder: Path, steps: int, samples: int, size: int = 8) -> None:
-    """Many rows, written as text: a million of them would take minutes as records."""
+    """Write many rows as text, because serializing a million records would take minutes."""
     write_run(folder, steps=0)
     with (folder / "metrics.jsonl").open("w") as file:
         values = ", ".join(f'"{name}": 0.123456789' for name in HEALTHY if name != "reward")
@@ -42,7 +42,7 @@ def write_long_run(folder: Path, steps: int, samples: int, size: int = 8) -> Non
 
 
 def look_at(run: RunData) -> None:
-    """What the page asks for when it opens a run, its newest samples, and one of them."""
+    """Request what the page requests for a run, its newest samples, and one of them."""
     answers.answer_names(run, {})
     answers.answer_series(run, {"names": NAMES})
     answers.answer_phases(run, {})
@@ -55,7 +55,7 @@ def check_long_run(folder: Path, cache: Path, steps: int, samples: int) -> None:
     write_long_run(folder, steps, samples)
     index_all(open_run(folder, cache))
     run = open_run(folder, cache)
-    assert run.counters.lines_parsed == 0  # nothing of what was indexed
+    assert run.counters.lines_parsed == 0  # all of it is in the cache
     look_at(run)
     columns = len(HEALTHY) + 2
     tables = 64 * samples // 8 + 16 * samples
@@ -76,11 +76,11 @@ def test_a_long_run_opens_with_little_work(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.slow
-def test_a_hundred_thousand_steps_and_a_million_samples_open_with_little_work(tmp_path: Path) -> None:
+def test_a_run_of_a_million_samples_opens_with_little_work(tmp_path: Path) -> None:
     check_long_run(tmp_path / "run", tmp_path / "cache", steps=100_000, samples=1_000_000)
 
 
-def test_what_grows_is_read_once_and_by_portions(tmp_path: Path) -> None:
+def test_only_new_lines_of_a_growing_run_are_read(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", steps=50)
     for step in range(50):
         write_group(folder, step, 0)
@@ -99,7 +99,7 @@ def test_what_grows_is_read_once_and_by_portions(tmp_path: Path) -> None:
     assert np.array_equal(fresh.samples.groups, run.samples.groups)
 
 
-def test_a_large_file_is_indexed_portion_by_portion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_file_is_indexed_in_portions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rollgraph.view.index.BLOCK_BYTES", 1000)
     monkeypatch.setattr(index.IndexedFile.update, "__defaults__", (4000,))
     folder = write_run(tmp_path / "run", steps=100)
@@ -113,7 +113,7 @@ def test_a_large_file_is_indexed_portion_by_portion(tmp_path: Path, monkeypatch:
     assert not any("being indexed" in note for note in run.notes())
 
 
-def test_a_saved_index_goes_on_inside_a_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cached_index_may_end_inside_a_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The file may end in the middle of a group when the index is saved."""
     monkeypatch.setattr(index, "SAVE_AFTER_BYTES", 1)
     folder = write_run(tmp_path / "run", steps=5)
@@ -129,8 +129,8 @@ def test_a_saved_index_goes_on_inside_a_group(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl"])
-def test_a_file_that_was_replaced_is_indexed_anew(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A resumed run cuts its files and writes on; the new one may be as long as the old one was."""
+def test_a_replaced_file_is_indexed_again(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A resumed run truncates its files and appends, so a new file may be as long as the old one."""
     monkeypatch.setattr(index, "SAVE_AFTER_BYTES", 1)
     folder = write_run(tmp_path / "run", steps=10)
     for step in range(10):
@@ -149,8 +149,8 @@ def test_a_file_that_was_replaced_is_indexed_anew(tmp_path: Path, name: str, mon
         assert np.array_equal(run.samples.groups, fresh.samples.groups)
 
 
-def test_a_file_that_was_rewritten_in_place_is_indexed_anew(tmp_path: Path) -> None:
-    """A copy onto it leaves the same file with other lines, and possibly more of them."""
+def test_a_file_rewritten_in_place_is_indexed_again(tmp_path: Path) -> None:
+    """Copying onto a file keeps its inode, with other lines and possibly more of them."""
     folder = write_run(tmp_path / "run", steps=4)
     run = open_run(folder)
     with (folder / "metrics.jsonl").open("w") as file:
@@ -160,7 +160,7 @@ def test_a_file_that_was_rewritten_in_place_is_indexed_anew(tmp_path: Path) -> N
     assert run.metrics.damaged_lines == 0
 
 
-def test_half_a_line_of_megabytes_does_not_keep_the_index_busy(tmp_path: Path) -> None:
+def test_an_unfinished_line_of_megabytes_does_not_delay_the_index(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", steps=2)
     write_group(folder, 0, 0)
     whole = (folder / "samples.jsonl").stat().st_size
@@ -178,7 +178,7 @@ def test_half_a_line_of_megabytes_does_not_keep_the_index_busy(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("damage", ["header", "array", "format", "missing"])
-def test_a_damaged_index_is_made_anew(tmp_path: Path, damage: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_cache_is_rebuilt(tmp_path: Path, damage: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(index, "SAVE_AFTER_BYTES", 1)
     folder = write_run(tmp_path / "run", steps=10)
     write_group(folder, 3, 1)
@@ -198,7 +198,7 @@ def test_a_damaged_index_is_made_anew(tmp_path: Path, damage: str, monkeypatch: 
     assert len(run.samples.groups) == 1
 
 
-def test_a_cache_that_cannot_be_written_costs_only_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unwritable_cache_costs_only_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(index, "SAVE_AFTER_BYTES", 1)
     folder = write_run(tmp_path / "run", steps=10)
     (tmp_path / "cache").write_text("a file, not a folder")
@@ -207,7 +207,7 @@ def test_a_cache_that_cannot_be_written_costs_only_time(tmp_path: Path, monkeypa
     assert make_sample(0, 0, 0)["prompt"] == "prompt 0"
 
 
-def test_tables_that_are_packed_as_they_grow_hold_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tables_packed_while_growing_have_the_same_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_run(tmp_path / "run", steps=0)
     with monkeypatch.context() as few:
         few.setattr("rollgraph.view.indexes.MAX_TAIL_ROWS", 3)
@@ -215,7 +215,7 @@ def test_tables_that_are_packed_as_they_grow_hold_the_same(tmp_path: Path, monke
         packed = open_run(folder)
         for step in range(8):
             write_metrics(folder, HEALTHY | {f"new/{step}": lambda step: float(step)}, range(step, step + 1))
-            for size in (2, 1):  # a group in two parts
+            for size in (2, 1):  # each group in two parts
                 write_group(folder, step, 0, size=size, finish_reason="length")
                 packed.update()
     fresh = open_run(folder)
@@ -227,7 +227,7 @@ def test_tables_that_are_packed_as_they_grow_hold_the_same(tmp_path: Path, monke
     assert len(fresh.samples.groups) == 8
 
 
-def test_half_a_line_is_not_read_again_before_it_grows(tmp_path: Path) -> None:
+def test_an_unfinished_line_is_not_read_again_before_it_grows(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", steps=3)
     with (folder / "samples.jsonl").open("w") as file:
         file.write('{"step": 0, "completion": "' + "x" * 10_000)
@@ -241,7 +241,7 @@ def test_half_a_line_is_not_read_again_before_it_grows(tmp_path: Path) -> None:
     assert len(run.samples.groups) == 1
 
 
-def test_a_request_waits_for_a_small_portion_of_a_long_run(tmp_path: Path) -> None:
+def test_opening_a_long_run_indexes_only_a_small_portion(tmp_path: Path) -> None:
     write_long_run(tmp_path / "run", steps=5_000, samples=8_000)
     size = sum((tmp_path / "run" / name).stat().st_size for name in ("metrics.jsonl", "samples.jsonl"))
     assert size > 2_000_000

@@ -1,4 +1,4 @@
-"""Folders as they are found: half written, resumed, incomplete, damaged, of another version. A note, never an error."""
+"""Run folders that are unfinished, resumed, incomplete, damaged or of another version: notes, never errors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.view.synthetic_run import (
     write_run,
 )
 
-OF_RUN = (
+ANSWERS = (
     answers.answer_names,
     answers.answer_series,
     answers.answer_phases,
@@ -39,13 +39,13 @@ OF_RUN = (
 )
 
 
-def everything(run: RunData) -> str:
-    """All answers about a run, as JSON: what cannot be written as JSON raises."""
-    found = [answer(run, {"names": "\n".join(run.metrics.names)}) for answer in OF_RUN]
-    return "".join(map(answers.dump_json, [*found, run.summary()]))
+def all_answers(run: RunData) -> str:
+    """All answers about a run, as JSON. Raises if one cannot be written as JSON."""
+    run_answers = [answer(run, {"names": "\n".join(run.metrics.names)}) for answer in ANSWERS]
+    return "".join(map(answers.dump_json, [*run_answers, run.summary()]))
 
 
-def test_half_a_line_waits_for_its_end(tmp_path: Path) -> None:
+def test_an_unfinished_line_is_read_when_it_is_complete(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", steps=3)
     line = json.dumps({"step": 3, "reward": 0.75})
     with (folder / "metrics.jsonl").open("a") as file:
@@ -54,9 +54,9 @@ def test_half_a_line_waits_for_its_end(tmp_path: Path) -> None:
     assert run.step == 2
     note = "metrics.jsonl ends in a half-written line, which is left out."
     assert note in run.notes()
-    assert not any("damaged" in found for found in run.notes())
+    assert not any("damaged" in text for text in run.notes())
     (folder / "run.lock").write_text(f"process {os.getpid()} on {socket.gethostname()}\n")
-    assert note not in run.notes()  # it is being written
+    assert note not in run.notes()  # the run is writing it
     with (folder / "metrics.jsonl").open("a") as file:
         file.write(line[9:] + "\n")
     run.update()
@@ -64,8 +64,8 @@ def test_half_a_line_waits_for_its_end(tmp_path: Path) -> None:
     assert run.metrics.column("reward")[-1] == 0.75
 
 
-def test_a_resumed_run_shows_what_it_wrote_last(tmp_path: Path) -> None:
-    """Steps 6 to 9 belong to a past that was given up, even where the new one has not come that far."""
+def test_a_resumed_run_hides_steps_that_were_taken_again(tmp_path: Path) -> None:
+    """Steps 6 to 9 of the first start are obsolete, also those that the second start has not reached."""
     folder = write_run(tmp_path / "run", steps=10)
     for step in (4, 6, 8):
         write_group(folder, step, 0, prompt="old")
@@ -82,7 +82,7 @@ def test_a_resumed_run_shows_what_it_wrote_last(tmp_path: Path) -> None:
     assert "metrics.jsonl has 4 entries of steps that were taken again" in notes
 
 
-def test_a_group_that_was_written_twice_is_shown_once(tmp_path: Path) -> None:
+def test_a_group_written_twice_is_shown_once(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", steps=3)
     for prompt in ("old", "new"):
         for group in (0, 1):
@@ -102,7 +102,7 @@ def test_damaged_lines_are_counted_and_left_out(tmp_path: Path) -> None:
     assert run.step == 3
     assert "metrics.jsonl has 6 lines that are damaged" in " ".join(run.notes())
     assert "samples.jsonl has 2 lines that are damaged" in " ".join(run.notes())
-    everything(run)
+    all_answers(run)
 
 
 @pytest.mark.parametrize("missing", ["config.yaml", "starts.jsonl", "metrics.jsonl", "samples.jsonl", "graphs.json"])
@@ -112,18 +112,18 @@ def test_a_missing_file_leaves_a_note(tmp_path: Path, missing: str) -> None:
     (folder / "graphs.json").write_text('{"graphs": []}')
     (folder / missing).unlink()
     run = open_run(folder)
-    assert missing in everything(run)
+    assert missing in all_answers(run)
     for name in ("config.yaml", "starts.jsonl", "metrics.jsonl", "samples.jsonl", "graphs.json"):
         (folder / name).unlink(missing_ok=True)
-    everything(open_run(folder))
+    all_answers(open_run(folder))
 
 
 @pytest.mark.parametrize("content", ["", "[1]", "{", "a: [", "\0", "x" * 100, '{"graphs": 5}'])
-def test_files_of_another_kind_or_version_open(tmp_path: Path, content: str) -> None:
+def test_files_with_unexpected_content_open(tmp_path: Path, content: str) -> None:
     folder = write_run(tmp_path / "run", steps=6)
     for name in ("config.yaml", "starts.jsonl", "graphs.json", "memory.json", "run.lock"):
         (folder / name).write_text(content)
-    everything(open_run(folder))
+    all_answers(open_run(folder))
 
 
 def test_fields_of_another_version_are_left_out(tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ def test_fields_of_another_version_are_left_out(tmp_path: Path) -> None:
     write_lines(folder / "samples.jsonl", [{"step": 10**30}, {"step": 1, "group": -(10**30)}])
     run = open_run(folder)
     assert run.samples.damaged_lines == 2
-    assert "rollgraph 99.0 wrote this run" in everything(run)
+    assert "rollgraph 99.0 wrote this run" in all_answers(run)
     assert "8 ranks" in json.dumps(answers.answer_machine(run, {}))
     for group in answers.answer_samples(run, {})["groups"]:
         for sample in group["samples"]:
@@ -179,14 +179,14 @@ def test_ranks_and_memory_by_phase(tmp_path: Path) -> None:
 
 
 def test_the_status_of_a_run(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run", steps=6)  # of 60
+    folder = write_run(tmp_path / "run", steps=6)  # 6 of 60 steps
     summary = open_run(folder).summary()
     assert (summary["status"], summary["step"], summary["steps"], summary["seconds_left"]) == ("stopped", 5, 60, None)
     assert any("samples.jsonl is missing" in note for note in open_run(folder).notes())
     (folder / "run.lock").write_text(f"process {os.getpid()} on {socket.gethostname()}\n")
     summary = open_run(folder).summary()
     assert (summary["status"], summary["seconds_left"]) == ("running", 54 * 2.0)
-    assert open_run(folder).notes() == []  # a run that goes on may still write them
+    assert open_run(folder).notes() == []  # a running run may still write them
     (folder / "run.lock").write_text(f"process 999999999 on {socket.gethostname()}\n")
     assert open_run(folder).summary()["status"] == "stopped"
     (folder / "run.lock").write_text("process 1 on another.machine\n")
@@ -196,29 +196,29 @@ def test_the_status_of_a_run(tmp_path: Path) -> None:
     assert open_run(folder).summary()["status"] == "unknown"
     (folder / "run.lock").unlink()
     (folder / "graphs.json").write_text("{}")
-    assert open_run(folder).summary()["status"] == "stopped"  # asked to stop before its end
+    assert open_run(folder).summary()["status"] == "stopped"  # it was stopped before its last step
     write_metrics(folder, HEALTHY, range(6, 60))
     assert open_run(folder).summary()["status"] == "finished"
 
 
-def test_runs_are_found_below_the_folders_that_were_named(tmp_path: Path) -> None:
-    named = tmp_path / "named"
-    write_run(named / "a" / "run", steps=1)
-    write_run(named / "b", steps=1)
+def test_runs_are_found_below_the_given_folders(tmp_path: Path) -> None:
+    root = tmp_path / "named"
+    write_run(root / "a" / "run", steps=1)
+    write_run(root / "b", steps=1)
     write_run(tmp_path / "elsewhere" / "b", steps=1)
-    (named / "link").symlink_to(tmp_path / "elsewhere")
-    catalog = Catalog([named])
+    (root / "link").symlink_to(tmp_path / "elsewhere")
+    catalog = Catalog([root])
     assert [(run.id, run.name) for run in catalog.find()] == [("named-b", "named/b"), ("named-a-run", "named/a/run")]
-    write_run(named / "c", steps=1)
+    write_run(root / "c", steps=1)
     assert {run.id for run in catalog.find()} == {"named-b", "named-a-run", "named-c"}
-    both = Catalog([named / "b", tmp_path / "elsewhere" / "b"])
+    both = Catalog([root / "b", tmp_path / "elsewhere" / "b"])
     first, second = both.find()
     assert first.id == "b"
     assert second.id.startswith("b-")
     assert both.get(second.id) is second
 
 
-def test_a_link_out_of_the_folder_is_not_followed(tmp_path: Path) -> None:
+def test_links_out_of_the_folder_are_not_followed(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", steps=2)
     secret = tmp_path / "secret.jsonl"
     write_lines(secret, [make_sample(0, 0, 0, completion="secret")])
@@ -226,13 +226,13 @@ def test_a_link_out_of_the_folder_is_not_followed(tmp_path: Path) -> None:
     (folder / "graphs.json").symlink_to(tmp_path / "secret.json")
     (tmp_path / "secret.json").write_text('{"graphs": ["secret"]}')
     run = open_run(folder)
-    assert "secret" not in everything(run).replace(str(tmp_path), "")
+    assert "secret" not in all_answers(run).replace(str(tmp_path), "")
     assert (
         "samples.jsonl is a link to somewhere else, and is not shown, so there are no samples to show." in run.notes()
     )
 
 
-def test_a_link_that_comes_later_is_not_followed_either(tmp_path: Path) -> None:
+def test_links_created_later_are_not_followed(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "runs" / "mine", steps=2)
     write_group(folder, 0, 0)
     run = open_run(folder)
@@ -241,7 +241,7 @@ def test_a_link_that_comes_later_is_not_followed_either(tmp_path: Path) -> None:
     (folder / "samples.jsonl").unlink()
     (folder / "samples.jsonl").symlink_to(secret)
     run.update()
-    assert "secret" not in everything(run).replace(str(tmp_path), "")
+    assert "secret" not in all_answers(run).replace(str(tmp_path), "")
     (folder / "samples.jsonl").unlink()
     folder.rename(tmp_path / "elsewhere")
     folder.symlink_to(tmp_path / "elsewhere")
@@ -253,7 +253,7 @@ BOMB = "a0: &a0 [1]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}
 
 
 @pytest.mark.parametrize("config", ["a: &a {b: *a}", "a: 2026-99-99", f"a: {'9' * 5000}", "a: !!int ''", BOMB])
-def test_a_configuration_that_cannot_be_walked_leaves_a_note(tmp_path: Path, config: str) -> None:
+def test_an_unreadable_configuration_leaves_a_note(tmp_path: Path, config: str) -> None:
     folder = write_run(tmp_path / "run", steps=2, config=config)
     catalog = Catalog([folder])
     assert any("the configuration is not known" in note for note in open_run(folder).notes())
@@ -261,30 +261,30 @@ def test_a_configuration_that_cannot_be_walked_leaves_a_note(tmp_path: Path, con
     assert answers.list_runs(catalog)["notes"] == []
 
 
-def test_a_lock_that_is_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+def test_a_named_pipe_as_lock_does_not_block(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", steps=2)
     os.mkfifo(folder / "run.lock")
     assert open_run(folder).status == "stopped"
 
 
-def test_more_folders_than_are_looked_at_leave_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_folders_leave_a_note(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(catalog_module, "MAX_FOLDERS", 3)
     for name in "abcd":
         write_run(tmp_path / "runs" / name, steps=1)
-    found = answers.list_runs(Catalog([tmp_path / "runs"]))
-    assert [run["name"] for run in found["runs"]] == ["runs/a", "runs/b"]
-    assert found["notes"] == ["runs has many folders: only the first 3 were searched for runs."]
+    answer = answers.list_runs(Catalog([tmp_path / "runs"]))
+    assert [run["name"] for run in answer["runs"]] == ["runs/a", "runs/b"]
+    assert answer["notes"] == ["runs has many folders: only the first 3 were searched for runs."]
 
 
-def test_a_run_with_more_steps_than_it_was_given_has_no_time_left(tmp_path: Path) -> None:
+def test_a_run_beyond_its_last_step_has_no_time_left(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", steps=6, config="steps: 4\n")
     (folder / "run.lock").write_text(f"process {os.getpid()} on {socket.gethostname()}\n")
     assert open_run(folder).summary()["seconds_left"] == 0
 
 
-def test_what_is_no_file_that_can_be_read_leaves_a_note(tmp_path: Path) -> None:
+def test_pipes_and_folders_in_place_of_files_leave_notes(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", steps=2)
-    os.mkfifo(folder / "samples.jsonl")  # opening it would wait for ever
+    os.mkfifo(folder / "samples.jsonl")  # opening it would block
     run = open_run(folder)
     assert any("samples.jsonl is a named pipe" in note for note in run.notes())
     (folder / "metrics.jsonl").unlink()
@@ -292,7 +292,7 @@ def test_what_is_no_file_that_can_be_read_leaves_a_note(tmp_path: Path) -> None:
     run.update()
     assert any("metrics.jsonl is a folder" in note for note in run.notes())
     assert run.step is None
-    everything(run)
+    all_answers(run)
 
 
 # -- charts ------------------------------------------------------------------------------------------
@@ -314,7 +314,7 @@ def test_a_thinned_curve_keeps_its_extremes(tmp_path: Path) -> None:
     assert downsample(values[:0], values[:0], 5) == {"x": [], "y": [], "low": [], "high": []}
 
 
-def test_time_adds_up_and_phases_fill_the_step(tmp_path: Path) -> None:
+def test_the_time_axis_sums_steps_and_phases_fill_them(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", steps=0)
     write_metrics(folder, HEALTHY, range(0, 40, 10))  # log.every: 10
     metrics = open_run(folder).metrics
@@ -336,41 +336,39 @@ def test_a_line_without_a_step_adds_no_metric(tmp_path: Path) -> None:
     assert "1 line that is damaged" in " ".join(run.notes())
 
 
-def test_numbers_too_large_for_a_number_are_left_out(tmp_path: Path) -> None:
+def test_numbers_beyond_float_range_are_left_out(tmp_path: Path) -> None:
     huge = "9" * 400
     config = f"steps: {huge}\noptimizer: {{clip_norm: {huge}}}\ndata: {{prompts_per_step: .inf}}\n"
     folder = write_run(tmp_path / "run", steps=30, config=config)
     (folder / "run.lock").write_text(f"process {os.getpid()} on {socket.gethostname()}\n")
     run = open_run(folder)
     assert (run.steps, run.summary()["seconds_left"]) == (None, None)
-    everything(run)
+    all_answers(run)
 
 
-def test_names_of_metrics_may_hold_commas_and_spaces(tmp_path: Path) -> None:
+def test_metric_names_may_have_commas_and_spaces(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", steps=3, **{"logged__a, b c": lambda step: 2.0})
-    found = answers.answer_series(open_run(folder), {"names": "logged/a, b c\nreward"})
-    assert found["series"].keys() == {"logged/a, b c", "reward"}
-    assert found["series"]["logged/a, b c"]["y"] == [2.0] * 3
-    assert not any("has no" in note for note in found["notes"])
+    answer = answers.answer_series(open_run(folder), {"names": "logged/a, b c\nreward"})
+    assert answer["series"].keys() == {"logged/a, b c", "reward"}
+    assert answer["series"]["logged/a, b c"]["y"] == [2.0] * 3
+    assert not any("has no" in note for note in answer["notes"])
 
 
-def test_a_folder_that_may_not_be_read_is_noted_and_others_are_shown(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unreadable_folder_is_noted_and_others_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_run(tmp_path / "runs" / "mine", steps=3)
     locked = tmp_path / "runs" / "locked"
     write_run(locked, steps=3)
-    monkeypatch.setattr(os, "stat", _refuse_inside(locked, os.stat))  # root may read everything
+    monkeypatch.setattr(os, "stat", _refuse_inside(locked, os.stat))  # since permissions do not bind root
     monkeypatch.setattr(os, "scandir", _refuse_inside(locked, os.scandir))
-    found = answers.list_runs(Catalog([tmp_path / "runs"]))
-    assert [run["name"] for run in found["runs"]] == ["runs/mine"]
-    assert found["notes"] == ["locked cannot be read: Permission denied."]
+    answer = answers.list_runs(Catalog([tmp_path / "runs"]))
+    assert [run["name"] for run in answer["runs"]] == ["runs/mine"]
+    assert answer["notes"] == ["locked cannot be read: Permission denied."]
 
 
 def _refuse_inside(folder: Path, call: Callable[..., Any]) -> Callable[..., Any]:
     def refuse(path: Any = ".", *rest: Any, **options: Any) -> Any:
-        inside = isinstance(path, str | Path) and folder in Path(path).parents
-        if inside or (call.__name__ == "scandir" and Path(path) == folder):
+        is_inside = isinstance(path, str | Path) and folder in Path(path).parents
+        if is_inside or (call.__name__ == "scandir" and Path(path) == folder):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
         return call(path, *rest, **options)
 

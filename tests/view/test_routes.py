@@ -1,4 +1,4 @@
-"""The server: every address answers, and nobody but the right ones gets an answer."""
+"""The server: all of its routes, and which requests it refuses."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GUARDED = Access("0.0.0.0", 7117, "secret")
 
 
 class Client:
-    """Asks an application directly, with exactly these bytes as path and headers: no library cleans them up."""
+    """Calls the ASGI application with exactly these paths and headers, which a client library would normalize."""
 
     def __init__(self, folder: Path, access: Access = LOCAL) -> None:
         self.catalog = Catalog([folder])
@@ -32,7 +32,7 @@ class Client:
 
     def get(self, path: str, method: str = "GET", **headers: str) -> tuple[int, dict[str, str], bytes]:
         path, _, query = path.partition("?")
-        given = {"host": "127.0.0.1:7117", **{name.replace("_", "-"): value for name, value in headers.items()}}
+        all_headers = {"host": "127.0.0.1:7117", **{name.replace("_", "-"): value for name, value in headers.items()}}
         scope = {
             "type": "http",
             "asgi": {"version": "3.0", "spec_version": "2.4"},
@@ -43,7 +43,7 @@ class Client:
             "raw_path": path.encode(),
             "root_path": "",
             "query_string": query.encode(),
-            "headers": [(name.encode(), value.encode()) for name, value in given.items()],
+            "headers": [(name.encode(), value.encode()) for name, value in all_headers.items()],
             "client": ("127.0.0.1", 1),
             "server": ("127.0.0.1", 7117),
         }
@@ -67,9 +67,9 @@ class Client:
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    found = write_run(tmp_path / "runs" / "mine", steps=6)
-    write_group(found, 5, 0)
-    return found
+    run_folder = write_run(tmp_path / "runs" / "mine", steps=6)
+    write_group(run_folder, 5, 0)
+    return run_folder
 
 
 ADDRESSES = [
@@ -77,7 +77,7 @@ ADDRESSES = [
     "runs/mine/names",
     "runs/mine/series?names=reward%0Anothing&x=time&from=0&to=9&points=3",
     "runs/mine/phases",
-    "runs/mine/samples?q=place",
+    "runs/mine/samples?q=sample",
     "runs/mine/samples/5.train.0.1",
     "runs/mine/prompts",
     "runs/mine/diagnosis",
@@ -86,7 +86,7 @@ ADDRESSES = [
 ]
 
 
-def test_every_address_answers_with_notes(folder: Path) -> None:
+def test_every_route_answers_with_notes(folder: Path) -> None:
     client = Client(folder)
     for address in ADDRESSES:
         status, answer = client.json(f"/api/{address}")
@@ -116,17 +116,17 @@ def test_every_address_answers_with_notes(folder: Path) -> None:
         ("/../../etc/passwd", 404),
     ],
 )
-def test_what_is_not_there_is_said_in_a_sentence(folder: Path, address: str, status: int) -> None:
-    found, answer = Client(folder).json(address)
-    assert found == status
+def test_missing_resources_are_errors_with_a_sentence(folder: Path, address: str, status: int) -> None:
+    actual, answer = Client(folder).json(address)
+    assert actual == status
     assert answer["error"]
     assert "root:" not in answer["error"]
 
 
-def test_a_failure_of_the_server_is_an_answer_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exception_is_raised_after_the_response(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rollgraph.view.answers.list_runs", lambda catalog: 1 / 0)
     client = Client(folder)
-    with pytest.raises(ZeroDivisionError):  # after the answer, for the terminal
+    with pytest.raises(ZeroDivisionError):  # raised after the response, to be shown in the terminal
         client.get("/api/runs")
 
 
@@ -136,7 +136,7 @@ def test_a_failure_of_the_server_is_an_answer_too(folder: Path, monkeypatch: pyt
         ("127.0.0.1:7117", True),
         ("localhost:7117", True),
         ("[::1]:7117", True),
-        ("evil.example", False),  # a name that somebody lets point to this machine
+        ("evil.example", False),  # DNS rebinding: a name that resolves to this machine
         ("127.0.0.1.evil.example:7117", False),
         ("", False),
         ("[", False),
@@ -152,21 +152,21 @@ def test_the_host_must_be_this_machine(folder: Path, host: str, allowed: bool) -
         ({"origin": "http://127.0.0.1:7117"}, 200),
         ({"origin": "http://evil.example"}, 403),
         ({"origin": "null"}, 403),
-        ({"origin": "http://127.0.0.1:8000"}, 403),  # another server of this machine
+        ({"origin": "http://127.0.0.1:8000"}, 403),  # another server on this machine
         ({"sec_fetch_site": "cross-site"}, 403),
         ({"sec_fetch_site": "same-origin"}, 200),
     ],
 )
-def test_pages_of_other_origins_get_nothing(folder: Path, headers: dict[str, str], status: int) -> None:
+def test_requests_of_other_origins_are_refused(folder: Path, headers: dict[str, str], status: int) -> None:
     assert Client(folder).get("/api/runs", **headers)[0] == status
 
 
-def test_nothing_can_be_changed(folder: Path) -> None:
+def test_only_get_requests_are_allowed(folder: Path) -> None:
     for method in ("POST", "PUT", "DELETE", "OPTIONS", "PATCH"):
         assert Client(folder).get("/api/runs", method=method)[0] == 405
 
 
-def test_every_answer_forbids_what_a_page_does_not_need(folder: Path) -> None:
+def test_every_response_has_a_strict_content_security_policy(folder: Path) -> None:
     for address in ("/api/runs", "/nothing", "/static/nothing.js"):
         _, headers, _ = Client(folder).get(address)
         policy = headers["content-security-policy"]
@@ -176,7 +176,7 @@ def test_every_answer_forbids_what_a_page_does_not_need(folder: Path) -> None:
     assert "content-security-policy" in Client(folder).get("/api/runs", host="evil.example")[1]
 
 
-def test_a_token_is_asked_for_and_becomes_a_cookie(folder: Path) -> None:
+def test_a_token_is_required_and_becomes_a_cookie(folder: Path) -> None:
     client = Client(folder, GUARDED)
     assert client.get("/api/runs", host="192.168.1.7:7117")[0] == 401
     for wrong in ("wrong", "", "%00", "%ed%a0%80"):
@@ -191,14 +191,14 @@ def test_a_token_is_asked_for_and_becomes_a_cookie(folder: Path) -> None:
     assert client.get("/api/runs", host="192.168.1.7:7117", cookie=cookie.partition(";")[0])[0] == 200
 
 
-def test_two_servers_on_one_machine_keep_their_own_cookies() -> None:
-    """A browser knows no ports of cookies: of two with one name, the last one would end the first one's session."""
+def test_servers_on_different_ports_have_different_cookies() -> None:
+    """Cookies ignore ports: with one name for both, the last server would end the session of the first."""
     first, second = Access("0.0.0.0", 7117, "a"), Access("0.0.0.0", 7118, "b")
     assert first.cookie != second.cookie
     assert access_url(Access("127.0.0.1", 7117, "a&b=ü")) == "http://127.0.0.1:7117/?token=a%26b%3D%C3%BC"
 
 
-def test_a_run_whose_folder_is_gone_is_not_there(folder: Path) -> None:
+def test_a_run_whose_folder_is_gone_is_not_found(folder: Path) -> None:
     client = Client(folder)
     assert client.json("/api/runs/mine/samples")[0] == 200
     shutil.rmtree(folder)
@@ -218,54 +218,54 @@ def test_hostile_text_arrives_as_it_is(folder: Path) -> None:
     assert json.loads(body)["completion"] == hostile
 
 
-def test_growth_is_told_once(folder: Path) -> None:
+def test_each_change_of_a_run_is_reported_once(folder: Path) -> None:
     catalog = Catalog([folder.parent])
-    seen: dict[str, Any] = {}
+    known: dict[str, Any] = {}
 
     def size_of(run: Path) -> int:
         return sum((run / name).stat().st_size for name in ("metrics.jsonl", "samples.jsonl") if (run / name).exists())
 
-    def told() -> list[tuple[str, int, str]]:
-        return [(change["run"], change["size"], change["status"]) for change in find_changed_runs(catalog, seen)]
+    def changes() -> list[tuple[str, int, str]]:
+        return [(change["run"], change["size"], change["status"]) for change in find_changed_runs(catalog, known)]
 
-    assert told() == [("runs-mine", size_of(folder), "stopped")]
-    assert told() == []
+    assert changes() == [("runs-mine", size_of(folder), "stopped")]
+    assert changes() == []
     write_metrics(folder, {"reward": lambda step: 0.0}, range(6, 7))
-    assert told() == [("runs-mine", size_of(folder), "stopped")]
+    assert changes() == [("runs-mine", size_of(folder), "stopped")]
     metrics = folder / "metrics.jsonl"
     (folder / "part").write_text(metrics.read_text().replace('"step": 6, "reward": 0.0', '"step": 6, "reward": 1.0'))
     (folder / "part").replace(metrics)  # another file of the same size
-    assert told() == [("runs-mine", size_of(folder), "stopped")]
+    assert changes() == [("runs-mine", size_of(folder), "stopped")]
     (folder / "run.lock").write_text("process 1 on another.machine")
-    assert told() == [("runs-mine", size_of(folder), "running")]
-    new = write_run(folder.parent / "new", steps=2)
-    assert [run for run, _, _ in told()] == ["runs-new"]
-    shutil.rmtree(new)
-    assert told() == [("runs-new", 0, "gone")]
-    assert told() == []
+    assert changes() == [("runs-mine", size_of(folder), "running")]
+    new_run = write_run(folder.parent / "new", steps=2)
+    assert [run for run, _, _ in changes()] == ["runs-new"]
+    shutil.rmtree(new_run)
+    assert changes() == [("runs-new", 0, "gone")]
+    assert changes() == []
 
 
-def test_requests_at_the_same_time(folder: Path) -> None:
-    """Several threads ask while the run grows."""
+def test_concurrent_requests_while_the_run_grows(folder: Path) -> None:
+    """Four threads request every route."""
     client = Client(folder)
-    failed: list[object] = []
+    failures: list[object] = []
 
-    def ask() -> None:
+    def request_all() -> None:
         for address in ADDRESSES:
             status, _, _ = client.get(f"/api/{address}")
             if status != 200:
-                failed.append((address, status))
+                failures.append((address, status))
 
-    threads = [threading.Thread(target=ask) for _ in range(4)]
+    threads = [threading.Thread(target=request_all) for _ in range(4)]
     for thread in threads:
         thread.start()
     write_metrics(folder, {"reward": lambda step: 0.0}, range(6, 200))
     for thread in threads:
         thread.join()
-    assert failed == []
+    assert failures == []
 
 
-def test_the_page_is_served_where_it_was_built(folder: Path) -> None:
+def test_the_page_is_served_if_it_is_built(folder: Path) -> None:
     if not (STATIC / "index.html").is_file():
         pytest.skip("the page is not in this checkout")
     status, headers, body = Client(folder).get("/")
@@ -274,10 +274,8 @@ def test_the_page_is_served_where_it_was_built(folder: Path) -> None:
     assert b'<script type="module"' in body
 
 
-def test_a_file_that_goes_away_while_it_is_read_is_no_failure_of_the_server(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def read(*given: Any) -> bytes:
+def test_a_file_that_disappears_while_read_is_status_503(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(*arguments: Any) -> bytes:
         raise FileNotFoundError(2, "No such file or directory")
 
     monkeypatch.setattr("rollgraph.view.indexes.read_slice", read)

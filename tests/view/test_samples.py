@@ -1,4 +1,4 @@
-"""Samples: found by what the index knows and by text, grouped, sorted, and shown token by token."""
+"""Samples: filtered by indexed fields and by text, grouped, sorted, and shown token by token."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunData:
     return open_run(folder)
 
 
-def keys(run: RunData, **given: str) -> list[tuple[int, str, int]]:
-    found = answers.answer_samples(run, given)
-    assert found["total"] == len(found["groups"])
-    return [(group["step"], group["kind"], group["group"]) for group in found["groups"]]
+def keys(run: RunData, **parameters: str) -> list[tuple[int, str, int]]:
+    answer = answers.answer_samples(run, parameters)
+    assert answer["total"] == len(answer["groups"])
+    return [(group["step"], group["kind"], group["group"]) for group in answer["groups"]]
 
 
 def test_groups_are_found_by_each_filter(run: RunData) -> None:
@@ -38,15 +38,15 @@ def test_groups_are_found_by_each_filter(run: RunData) -> None:
     assert keys(run, group="3", order="oldest") == [(0, "train", 3), (2, "train", 3), (4, "train", 3)]
     assert {kind for _, kind, _ in keys(run, kind="dropped")} == {"dropped"}
     assert keys(run, finish="length") == keys(run, reward_max="-1") == [(4, "train", 11)]
-    # Groups have rewards of 0, 0.25, 0.5 and 0.75: one in between is that of another group.
+    # Most groups have rewards of 0, 0.25, 0.5 and 0.75. Only group 9 has one in this range.
     assert {group for _, _, group in keys(run, reward_min="0.55", reward_max="0.7")} == {9}
     assert keys(run, q="never ends") == [(4, "train", 11)]
     assert {group for _, _, group in keys(run, q="ÜNÏCODE")} == {9}
-    assert keys(run, q="finish_reason") == []  # a name of a field, not a text
+    assert keys(run, q="finish_reason") == []  # the name of a field, not text of a sample
     assert answers.answer_samples(run, {})["steps"] == [0, 2, 4]
 
 
-def test_what_failed_is_found_in_whatever_way_it_failed(tmp_path: Path) -> None:
+def test_the_error_filter_finds_every_kind_of_failure(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", steps=2)
     write_group(folder, 0, 0)
     write_group(folder, 0, 1, finish_reason="error")
@@ -59,7 +59,7 @@ def test_what_failed_is_found_in_whatever_way_it_failed(tmp_path: Path) -> None:
         assert any(sample["failed"] for sample in group["samples"])
 
 
-def test_pages_of_groups(run: RunData) -> None:
+def test_groups_are_paged(run: RunData) -> None:
     pages = [answers.answer_samples(run, {"offset": str(offset), "limit": "5"}) for offset in (0, 5, 10, 15)]
     assert [page["total"] for page in pages] == [13] * 4
     assert [len(page["groups"]) for page in pages] == [5, 5, 3, 0]
@@ -67,38 +67,38 @@ def test_pages_of_groups(run: RunData) -> None:
     assert len(set(order)) == 13
 
 
-def test_a_group_goes_from_its_best_to_its_worst_sample(run: RunData) -> None:
+def test_samples_of_a_group_are_sorted_by_reward(run: RunData) -> None:
     (group,) = answers.answer_samples(run, {"step": "2", "group": "3"})["groups"]
     assert [sample["reward"] for sample in group["samples"]] == [0.75, 0.5, 0.25, 0.0]
-    assert [sample["id"] for sample in group["samples"]] == [f"2.train.3.{place}" for place in (3, 2, 1, 0)]
+    assert [sample["id"] for sample in group["samples"]] == [f"2.train.3.{index}" for index in (3, 2, 1, 0)]
     best = answers.answer_sample(run, "2.train.3.3")
-    assert best["completion"] == "step 2 group 3 place 3"
+    assert best["completion"] == "step 2 group 3 sample 3"
     assert best["notes"] == ["This run did not write values of single tokens."]
 
 
 @pytest.mark.parametrize(
     "id", ["", "x", "2.train.3", "2.train.3.4", "2.train.3.-1", "2.nothing.3.0", "9.train.3.0", "../x"]
 )
-def test_samples_that_are_not_there(run: RunData, id: str) -> None:
+def test_unknown_samples_are_not_found(run: RunData, id: str) -> None:
     with pytest.raises(NotFound):
         answers.answer_sample(run, id)
 
 
 @pytest.mark.parametrize(
-    "given", [{"step": "x"}, {"kind": "all"}, {"finish": "badly"}, {"reward_min": "nan"}, {"limit": "9" * 30}]
+    "parameters", [{"step": "x"}, {"kind": "all"}, {"finish": "badly"}, {"reward_min": "nan"}, {"limit": "9" * 30}]
 )
-def test_wrong_parameters_are_named(run: RunData, given: dict[str, str]) -> None:
+def test_invalid_parameters_are_named(run: RunData, parameters: dict[str, str]) -> None:
     with pytest.raises(BadRequest) as caught:
-        answers.answer_samples(run, given)
-    assert caught.value.parameter in given
+        answers.answer_samples(run, parameters)
+    assert caught.value.parameter in parameters
 
 
-def test_why_a_sample_is_not_what_it_could_be(run: RunData, tmp_path: Path) -> None:
+def test_reasons_explain_dropped_truncated_and_failed_samples(run: RunData, tmp_path: Path) -> None:
     dropped = answers.answer_sample(run, "2.dropped.7.0")
     assert dropped["reasons"] == ["It was not trained on: the rewards of its group are all equal."]
-    cut = answers.answer_sample(run, "4.train.11.0")
-    assert cut["truncated"]
-    assert cut["reasons"] == ["The completion was cut off at a limit of tokens."]
+    truncated = answers.answer_sample(run, "4.train.11.0")
+    assert truncated["truncated"]
+    assert truncated["reasons"] == ["The completion was cut off at a limit of tokens."]
     folder = write_run(tmp_path, steps=1)
     failures = {"environment": "KeyError: 'x'", "exact": "took longer than 3 s"}
     write_group(folder, 0, 0, size=1, finish_reason="error", failures=failures)
@@ -110,7 +110,7 @@ def test_why_a_sample_is_not_what_it_could_be(run: RunData, tmp_path: Path) -> N
     ]
 
 
-def test_turns_and_tokens_are_told_apart(tmp_path: Path) -> None:
+def test_samples_are_split_into_turns_and_tokens(tmp_path: Path) -> None:
     folder = write_run(tmp_path, steps=1)
     spans = [
         {"start": 0, "end": 2, "kind": "turn", "text": "ab", "reward": 0.5},
@@ -120,7 +120,7 @@ def test_turns_and_tokens_are_told_apart(tmp_path: Path) -> None:
         "text": ["a", "b", "c"],
         "logprob": [-0.5, -1.0, None],
         "advantage": [1.0, 1.0, None],
-        "kl": [0.1],  # of another length: not shown
+        "kl": [0.1],  # not shown, because of its length
         "absent": {"entropy": "not kept"},
     }
     write_lines(folder / "samples.jsonl", [make_sample(0, 0, 0, spans=spans, token_values=values)])
@@ -138,8 +138,8 @@ def test_turns_and_tokens_are_told_apart(tmp_path: Path) -> None:
 
 
 def test_a_prompt_is_followed_over_steps(run: RunData) -> None:
-    found = answers.answer_prompts(run, {"q": "ünïcode"})
-    (entry,) = found["prompts"]
+    answer = answers.answer_prompts(run, {"q": "ünïcode"})
+    (entry,) = answer["prompts"]
     assert entry == {"key": entry["key"], "prompt": "Ünïcode İ", "groups": 3}
     followed = answers.answer_prompt(run, entry["key"], {})
     assert [group["step"] for group in followed["groups"]] == [0, 2, 4]
@@ -154,24 +154,24 @@ def test_a_search_for_text_reads_no_more_than_its_budget(run: RunData, monkeypat
     monkeypatch.setattr(samples, "SEARCH_BYTES", 3000)
     monkeypatch.setattr(samples, "SPAN_BYTES", 2000)
     before, parsed = run.counters.bytes_read, run.counters.lines_parsed
-    found = answers.answer_samples(run, {"q": "nowhere"})
-    assert run.counters.bytes_read - before < 3000 + 2000  # and what was read together when the budget ended
-    assert run.counters.lines_parsed == parsed  # nothing, where the text is not
-    assert found["stopped"].startswith("The search stopped after ")
+    answer = answers.answer_samples(run, {"q": "nowhere"})
+    assert run.counters.bytes_read - before < 3000 + 2000  # plus the last read
+    assert run.counters.lines_parsed == parsed  # lines without the text are not parsed
+    assert answer["stopped"].startswith("The search stopped after ")
     assert answers.answer_prompts(run, {"q": "nowhere"})["stopped"]
 
 
-def test_a_search_that_found_a_full_page_has_not_stopped_early(run: RunData) -> None:
-    for found in (
+def test_a_search_that_fills_its_page_is_not_reported_as_stopped(run: RunData) -> None:
+    for answer in (
         answers.answer_samples(run, {"q": "p", "limit": "1"}),
         answers.answer_prompts(run, {"q": "p", "limit": "1"}),
     ):
-        assert found["total"] >= 1
-        assert found["stopped"] == ""
-    assert answers.answer_samples(run, {"q": "nowhere"})["stopped"] == ""  # all was searched
+        assert answer["total"] >= 1
+        assert answer["stopped"] == ""
+    assert answers.answer_samples(run, {"q": "nowhere"})["stopped"] == ""  # the search reached the end
 
 
-def test_text_that_another_tool_escaped_is_found(tmp_path: Path) -> None:
+def test_escaped_text_is_found(tmp_path: Path) -> None:
     folder = write_run(tmp_path, steps=1)
     record = make_sample(0, 0, 0, completion='Ümlaut "quoted"\n')
     (folder / "samples.jsonl").write_text(json.dumps(record) + "\n")
@@ -187,18 +187,18 @@ def test_runs_are_compared_by_configuration_and_prompt(tmp_path: Path) -> None:
         (folder / "config.yaml").write_text(f"steps: 60\noptimizer: {{lr: {lr}}}\nonly: {{{name}: 1}}\n")
         for group in (0, prompt):
             write_group(folder, 3, group)
-    found = answers.answer_compare(Catalog([tmp_path]), {"ids": f"{tmp_path.name}-a,{tmp_path.name}-b"})
-    a, b = (run["id"] for run in found["runs"])
-    assert found["config"] == [
+    answer = answers.answer_compare(Catalog([tmp_path]), {"ids": f"{tmp_path.name}-a,{tmp_path.name}-b"})
+    a, b = (run["id"] for run in answer["runs"])
+    assert answer["config"] == [
         {"key": "only.a", "values": {a: 1, b: None}},
         {"key": "only.b", "values": {a: None, b: 1}},
         {"key": "optimizer.lr", "values": {a: 1e-6, b: 2e-6}},
     ]
-    assert found["equal_keys"] == 1
-    assert [entry["prompt"] for entry in found["prompts"]] == ["prompt 0"]
+    assert answer["equal_keys"] == 1
+    assert [entry["prompt"] for entry in answer["prompts"]] == ["prompt 0"]
 
 
-def test_groups_in_sight_are_read_once_while_the_run_grows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_summaries_are_read_once_while_the_run_grows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(samples, "CACHED_SUMMARIES", 4)
     folder = write_run(tmp_path / "run", steps=6)
     for step in range(3):

@@ -1,4 +1,4 @@
-"""Rules of the page's files: text never becomes markup, nothing comes from elsewhere, and modules stay small."""
+"""Rules for the files of the page: text never becomes markup, nothing is loaded from other hosts, modules are small."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ SINKS = ("innerHTML", "outerHTML", "insertAdjacentHTML", "createContextualFragme
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: path.name)
-def test_no_module_can_turn_text_into_markup_or_code(path: Path) -> None:
+def test_no_module_turns_text_into_markup_or_code(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     assert [sink for sink in SINKS if sink in text] == []
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: path.name)
-def test_modules_import_only_their_neighbours_and_are_small(path: Path) -> None:
+def test_modules_are_small_and_import_only_each_other(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     imports = re.findall(r"^import .*?;$", text, re.MULTILINE | re.DOTALL)
-    # The export writes modules into one file, and finds their imports by this form.
-    named = [re.fullmatch(r'import (?:[\w{},\s]+) from "\./([\w.]+)";', line) for line in imports]
-    assert all(match and (STATIC / match[1]).is_file() for match in named), imports
+    # The export, which puts all modules into one file, recognizes imports by this form.
+    matches = [re.fullmatch(r'import (?:[\w{},\s]+) from "\./([\w.]+)";', line) for line in imports]
+    assert all(match and (STATIC / match[1]).is_file() for match in matches), imports
     assert len(text.splitlines()) <= 200
     assert max(map(len, text.splitlines())) <= 120
-    assert text.startswith("// ")  # what the module owns
+    assert text.startswith("// ")  # a header that says what the module owns
 
 
 def test_every_file_is_used() -> None:
     page = (STATIC / "index.html").read_text(encoding="utf-8")
-    seen, found = set(), {"app.js"}
-    while found - seen:
-        name = (found - seen).pop()
-        seen.add(name)
-        found |= set(re.findall(r'from "\./([\w.]+)"', (STATIC / name).read_text(encoding="utf-8")))
+    visited, reachable = set(), {"app.js"}
+    while reachable - visited:
+        name = (reachable - visited).pop()
+        visited.add(name)
+        reachable |= set(re.findall(r'from "\./([\w.]+)"', (STATIC / name).read_text(encoding="utf-8")))
     styles = set(re.findall(r'href="static/([\w.]+)"', page))
-    assert seen | styles | {"index.html", "uplot.LICENSE.txt"} == {path.name for path in STATIC.iterdir()}
+    assert visited | styles | {"index.html", "uplot.LICENSE.txt"} == {path.name for path in STATIC.iterdir()}
 
 
-def test_the_document_has_no_inline_script_or_style_and_names_no_other_host() -> None:
+def test_the_page_has_no_inline_code_and_names_no_other_host() -> None:
     page = (STATIC / "index.html").read_text(encoding="utf-8")
     assert re.findall(r"<script[^>]*>", page) == ['<script type="module" src="static/app.js">']
     assert "<style" not in page

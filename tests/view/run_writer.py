@@ -1,4 +1,4 @@
-"""Folders of runs that no training made, with all that the page can show. The same seed writes the same bytes."""
+"""Writes run folders without training, with everything that the page can show. A seed determines all bytes."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 
 import yaml
 
-# What a model could write to break out of a page: tags, entities, right to left, control characters.
+# Text with which a model could break a page: tags, entities, right-to-left marks, control characters.
 HOSTILE = (
     "<script>window.broken = 1</script><img src=x onerror='window.broken = 1'>&amp;&lt;b&gt; </textarea></title> "
     "\u202eright to left\u202c \u05d0\u05d1\u05d2 \0\x1b"
 )
 GIB = 2**30
 PHASES = {"generate": 2.1, "reward": 0.15, "score": 0.4, "train": 1.3, "save": 0.05}
-SPLITS = ("train", "train", "dropped", "validation")  # of the groups of a step
+SPLITS = ("train", "train", "dropped", "validation")  # of the four groups of a step
 QUESTIONS = (
     "A baker fills 7 trays with 12 rolls each and sells 59 of them. How many rolls are left?",
     "Tom reads 18 pages on each of 5 days. The book has 132 pages. How many pages remain?",
@@ -33,8 +33,8 @@ PLAN = (
 )
 
 
-class MadeRun:
-    """Writes a folder step by step, so that a test can let a run grow."""
+class RunWriter:
+    """Writes a run folder step by step, so that a test can let it grow."""
 
     def __init__(self, folder: Path, *, steps: int = 60, seed: int = 0, lr: float = 1e-6) -> None:
         self.folder = folder
@@ -54,11 +54,11 @@ class MadeRun:
                     self._append("samples.jsonl", [self._sample(step, group) for _ in range(6)])
 
     def add_row(self, step: int, **metrics: float) -> None:
-        """The metrics of one more step, with others beside the usual ones."""
+        """Append the metrics of a step, with more than the usual ones."""
         self._append("metrics.jsonl", [self._row(step) | metrics])
 
     def add_sample(self, step: int, completion: str, **fields: Any) -> None:
-        """One sample, in group 90 of its step."""
+        """Append a sample, in group 90 unless `fields` has another."""
         record = {"step": step, "split": "train", "group": 90, "prompt_id": 90, "prompt": "Say something."}
         record |= {"columns": {}, "completion": completion, "reward": 0.0, "rewards": {"correct": 0.0}}
         record |= {"advantage": 0.0, "finish_reason": "stop", "tokens": 12, "spans": []}
@@ -115,7 +115,7 @@ class MadeRun:
         spans: list[dict[str, Any]] = []
         tokens: list[str] = []
         for kind, text in pieces:
-            parts = text.replace(" ", "\0 ").split("\0")  # a word with the space before it, as tokenizers cut
+            parts = text.replace(" ", "\0 ").split("\0")  # a word and the space before it, as tokenizers split
             spans.append({"start": len(tokens), "end": len(tokens) + len(parts), "kind": kind, "text": text})
             tokens += parts
         reward = right + 0.1 * boxed

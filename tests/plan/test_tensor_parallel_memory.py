@@ -1,4 +1,4 @@
-"""What a rank that divides layers holds is what the plan says, byte for byte."""
+"""A tensor parallel rank allocates the planned bytes, exactly."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rollgraph.parallel.ranks.world import World
 from rollgraph.plan.report import make_plan
 from rollgraph.run.setup import make_run
 from tests.parallel.worlds import run_world
-from tests.plan.test_memory_plan import line
+from tests.plan.test_memory_plan import line_bytes
 
 CONFIG = """
 output: {folder}/run
@@ -31,8 +31,8 @@ LAYOUTS = {
 }
 
 
-def hold(world: World, config: Config) -> dict[str, int]:
-    """The bytes of what a rank has allocated once everything is captured, by the names of the plan."""
+def allocated_bytes(world: World, config: Config) -> dict[str, int]:
+    """The bytes that a rank has allocated after capture, by the names of the plan."""
     run = make_run(config, world)
     try:
         policy = run.policy
@@ -54,13 +54,13 @@ def hold(world: World, config: Config) -> dict[str, int]:
 
 @pytest.mark.multi
 @pytest.mark.parametrize(("ranks", "overrides"), LAYOUTS.values(), ids=LAYOUTS)
-def test_a_rank_holds_the_planned_bytes(ranks: int, overrides: list[str], tmp_path: Path) -> None:
+def test_a_tensor_parallel_rank_allocates_the_planned_bytes(ranks: int, overrides: list[str], tmp_path: Path) -> None:
     (tmp_path / "t.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' * 4)
     config = parse_config(CONFIG.format(folder=tmp_path), overrides)
     plan = make_plan(config, ranks=ranks, device="cpu")
-    for found in run_world(ranks, tmp_path, hold, config):
-        assert isinstance(found, dict), found
-        for name, nbytes in found.items():
-            assert nbytes == line(plan, name), name
+    for allocated in run_world(ranks, tmp_path, allocated_bytes, config):
+        assert isinstance(allocated, dict), allocated
+        for name, nbytes in allocated.items():
+            assert nbytes == line_bytes(plan, name), name
     whole = make_plan(parse_config(CONFIG.format(folder=tmp_path), ["tensor_parallel=1", *overrides[1:]]), device="cpu")
-    assert line(plan, "key/value cache") < line(whole, "key/value cache")
+    assert line_bytes(plan, "key/value cache") < line_bytes(whole, "key/value cache")

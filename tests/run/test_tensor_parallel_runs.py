@@ -1,6 +1,6 @@
-"""Runs with `tensor_parallel`: they learn what a run on one rank learns, survive kills, and change their layout.
+"""Runs with `tensor_parallel` learn what a run on one rank learns, resume after a kill, and change their layout.
 
-The ranks are started as `torchrun` starts them.
+Ranks are started as `torchrun` starts them.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ ranks: {timeout: 200, heartbeat_timeout: 200}
 
 
 def rank_main(rank: int, command: str, config: str, log: str, environment: dict[str, str]) -> None:
-    """Run the command of one rank."""
+    """Run the command as one rank."""
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -83,9 +83,9 @@ class Ranks:
         deadline = time.monotonic() + PATIENCE
         for process in self.processes:
             process.join(max(0.0, deadline - time.monotonic()))
-        told = self.describe()
+        report = self.describe()
         self.end()
-        assert all(process.exitcode == 0 for process in self.processes), told
+        assert all(process.exitcode == 0 for process in self.processes), report
 
     def end(self) -> None:
         for process in self.processes:
@@ -109,8 +109,8 @@ def start(folder: Path, name: str, ranks: int, *overrides: str, command: str = "
     processes = []
     for rank, log in enumerate(logs):
         log.unlink(missing_ok=True)
-        given = (rank, command, str(path), str(log), environment)
-        process: Any = context.Process(target=rank_main, args=given, daemon=True)
+        arguments = (rank, command, str(path), str(log), environment)
+        process: Any = context.Process(target=rank_main, args=arguments, daemon=True)
         process.start()
         processes.append(process)
     return Ranks(processes, logs, store)
@@ -122,24 +122,24 @@ def run(folder: Path, name: str, ranks: int, *overrides: str) -> Path:
 
 
 def evaluate(folder: Path, name: str, ranks: int, *overrides: str) -> dict[str, float]:
-    """What `rollgraph eval` prints about the newest checkpoint of a run."""
+    """The metrics that `rollgraph eval` prints for the newest checkpoint of a run."""
     processes = start(folder, name, ranks, *overrides, command="eval")
     processes.finish()
-    told = processes.logs[0].read_text()
-    found: dict[str, float] = json.loads(told[told.index("{") : told.rindex("}") + 1])
-    return found
+    output = processes.logs[0].read_text()
+    metrics: dict[str, float] = json.loads(output[output.index("{") : output.rindex("}") + 1])
+    return metrics
 
 
 def samples_of(output: Path, step: int) -> list[Any]:
-    """The tokens and rewards of a step."""
+    """The texts and rewards of a step."""
     rows = map(json.loads, (output / "samples.jsonl").read_text().splitlines())
     return [(row["prompt"], row["completion"], row["reward"]) for row in rows if row["step"] == step]
 
 
-def assert_learns_the_same(one: Path, other: Path, step: int) -> None:
-    """The same samples of the same weights, and what is learned from them, up to rounding in fp32."""
-    ours, theirs = metrics_of(one)[step], metrics_of(other)[step]
-    assert samples_of(one, step) == samples_of(other, step)
+def assert_learns_the_same(first: Path, second: Path, step: int) -> None:
+    """Samples and rewards are equal; loss, KL divergence and gradient norm are, up to rounding in fp32."""
+    ours, theirs = metrics_of(first)[step], metrics_of(second)[step]
+    assert samples_of(first, step) == samples_of(second, step)
     for name in ("reward", "tokens/train", "tokens/generate"):
         assert ours[name] == theirs[name], name
     for name in ("loss", "policy/kl", "optimizer/grad_norm"):
@@ -148,40 +148,40 @@ def assert_learns_the_same(one: Path, other: Path, step: int) -> None:
 
 @pytest.mark.multi
 @pytest.mark.slow
-def test_divided_layers_learn_what_whole_ones_learn(folder: Path) -> None:
-    """On two ranks, and on two groups of two; recomputing activations changes no bit, and nothing runs eagerly."""
+def test_tensor_parallel_runs_learn_what_one_rank_learns(folder: Path) -> None:
+    """On one group of two ranks and on two. Recomputing activations changes no bit, and nothing runs eagerly."""
     whole = run(folder, "whole", 1)
-    divided = run(folder, "divided", 2, "tensor_parallel=2", "log.verbose=true")
-    assert_learns_the_same(whole, divided, step=0)
-    for row in metrics_of(divided):
+    sharded = run(folder, "divided", 2, "tensor_parallel=2", "log.verbose=true")
+    assert_learns_the_same(whole, sharded, step=0)
+    for row in metrics_of(sharded):
         assert row["policy/token_mult_prob_error_max"] == 1.0
     log = (folder / "divided.rank0.log").read_text()
     assert " 0 captured again, " in log
     assert ", 0 eager runs" in log
 
-    again = run(folder, "again", 2, "tensor_parallel=2", "model.checkpointing=2")
-    assert rows_of(again) == rows_of(divided)
+    recomputed = run(folder, "again", 2, "tensor_parallel=2", "model.checkpointing=2")
+    assert rows_of(recomputed) == rows_of(sharded)
     for rank in range(2):
-        ours, theirs = weights_of(again, 2, rank), weights_of(divided, 2, rank)
+        ours, theirs = weights_of(recomputed, 2, rank), weights_of(sharded, 2, rank)
         assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
-    several = run(folder, "several", 2)
+    data_parallel = run(folder, "several", 2)
     grid = run(folder, "grid", 4, "tensor_parallel=2")
-    assert_learns_the_same(several, grid, step=0)
+    assert_learns_the_same(data_parallel, grid, step=0)
     for row in metrics_of(grid):
         assert row["policy/token_mult_prob_error_max"] == 1.0
 
-    together = evaluate(folder, "divided", 2, "tensor_parallel=2")
-    assert together == pytest.approx(evaluate(folder, "divided", 1))
-    exported = load_model(divided / "model")
-    stored = open_model(str(divided), "latest", []).load(None, "cpu")
-    for (name, parameter), other in zip(exported.named_parameters(), stored.parameters(), strict=True):
-        assert torch.equal(parameter, other), name
+    metrics = evaluate(folder, "divided", 2, "tensor_parallel=2")
+    assert metrics == pytest.approx(evaluate(folder, "divided", 1))
+    exported = load_model(sharded / "model")
+    stored = open_model(str(sharded), "latest", []).load(None, "cpu")
+    for (name, parameter), loaded in zip(exported.named_parameters(), stored.parameters(), strict=True):
+        assert torch.equal(parameter, loaded), name
 
 
 @pytest.mark.multi
 @pytest.mark.slow
-def test_a_killed_run_goes_on_with_the_same_bits(folder: Path) -> None:
+def test_a_killed_run_resumes_with_the_same_bits(folder: Path) -> None:
     options = ("tensor_parallel=2", "steps=4", "algorithm.options={kl_coef: 0.05}")
     undisturbed = run(folder, "undisturbed", 2, *options)
     ranks = start(folder, "killed", 2, *options)
@@ -194,10 +194,10 @@ def test_a_killed_run_goes_on_with_the_same_bits(folder: Path) -> None:
     assert ranks.processes[0].exitcode == ExitCode.RANK_LOST, ranks.describe()
     assert "rank 1" in ranks.logs[0].read_text()
     ranks.end()
-    again = run(folder, "killed", 2, *options)
-    assert rows_of(again) == rows_of(undisturbed)
+    resumed = run(folder, "killed", 2, *options)
+    assert rows_of(resumed) == rows_of(undisturbed)
     for rank in range(2):
-        ours, theirs = weights_of(again, 3, rank), weights_of(undisturbed, 3, rank)
+        ours, theirs = weights_of(resumed, 3, rank), weights_of(undisturbed, 3, rank)
         assert ours.keys() == theirs.keys()
         assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
@@ -205,64 +205,64 @@ def test_a_killed_run_goes_on_with_the_same_bits(folder: Path) -> None:
 @pytest.mark.multi
 @pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
-def test_a_resumed_run_may_divide_layers_in_another_way(folder: Path, before: int, after: int) -> None:
-    """Both go on from one checkpoint: the next step has the same samples."""
+def test_a_run_resumes_with_another_tensor_parallel_size(folder: Path, before: int, after: int) -> None:
+    """Both resume from one checkpoint; their next step has the same samples."""
     run(folder, "same", before, f"tensor_parallel={before}", "steps=2")
     shutil.copytree(folder / "same", folder / "other")
     same = run(folder, "same", before, f"tensor_parallel={before}", "steps=3")
-    other = run(folder, "other", after, f"tensor_parallel={after}", "steps=3")
-    assert_learns_the_same(same, other, step=2)
+    changed = run(folder, "other", after, f"tensor_parallel={after}", "steps=3")
+    assert_learns_the_same(same, changed, step=2)
 
 
 @pytest.mark.multi
 @pytest.mark.slow
-def test_adapters_are_divided(folder: Path) -> None:
-    """They learn what those of one rank learn, are exported whole, and a run on one rank goes on with them."""
+def test_sharded_adapters_learn_what_one_rank_learns(folder: Path) -> None:
+    """They are exported whole, and a run on one rank resumes with them."""
     options = ("adapter={rank: 4, alpha: 8}", "steps=2")
     whole = run(folder, "whole", 1, *options)
-    divided = run(folder, "divided", 2, "tensor_parallel=2", *options)
-    assert_learns_the_same(whole, divided, step=0)
-    for row in metrics_of(divided):
+    sharded = run(folder, "divided", 2, "tensor_parallel=2", *options)
+    assert_learns_the_same(whole, sharded, step=0)
+    for row in metrics_of(sharded):
         assert row["policy/token_mult_prob_error_max"] == 1.0
-    exported = open_model(str(divided / "model"), None, []).load(None, "cpu")
-    stored = open_model(str(divided), "latest", []).load(None, "cpu")
-    for (name, parameter), other in zip(exported.named_parameters(), stored.named_parameters(), strict=True):
-        assert name == other[0]
-        assert torch.equal(parameter, other[1]), name
-    shutil.copytree(divided, folder / "other")
+    exported = open_model(str(sharded / "model"), None, []).load(None, "cpu")
+    stored = open_model(str(sharded), "latest", []).load(None, "cpu")
+    for (name, parameter), loaded in zip(exported.named_parameters(), stored.named_parameters(), strict=True):
+        assert name == loaded[0]
+        assert torch.equal(parameter, loaded[1]), name
+    shutil.copytree(sharded, folder / "other")
     same = run(folder, "divided", 2, "tensor_parallel=2", *options, "steps=3")
-    other = run(folder, "other", 1, *options, "steps=3")
-    assert_learns_the_same(same, other, step=2)
+    alone = run(folder, "other", 1, *options, "steps=3")
+    assert_learns_the_same(same, alone, step=2)
 
 
 @pytest.mark.multi
 @pytest.mark.slow
-def test_adapters_go_from_shards_of_layers_to_parts_of_each_and_back(folder: Path) -> None:
-    """With recomputed layers. The base is random, so each layout reads it from the folder of the run."""
+def test_adapters_resume_across_fsdp_and_tensor_parallel_layouts(folder: Path) -> None:
+    """With recomputed layers. The base is random, so each layout reads it from the run folder."""
     options = ("adapter={rank: 4, alpha: 8}", "model.checkpointing=1", "optimizer.schedule=constant")
     layouts = {"shards": (2, "shard=parameters"), "parts": (4, "tensor_parallel=2"), "again": (2, "shard=parameters")}
     names = list(layouts)
     run(folder, "shards", *layouts["shards"], *options, "steps=1")
     for step, (before, after) in enumerate(itertools.pairwise(names), 1):
         shutil.copytree(folder / before, folder / after)
-        same, other = (run(folder, name, *layouts[name], *options, f"steps={step + 1}") for name in (before, after))
-        assert_learns_the_same(same, other, step)
-        assert metrics_of(other)[step]["policy/token_mult_prob_error_max"] == 1.0
+        same, changed = (run(folder, name, *layouts[name], *options, f"steps={step + 1}") for name in (before, after))
+        assert_learns_the_same(same, changed, step)
+        assert metrics_of(changed)[step]["policy/token_mult_prob_error_max"] == 1.0
 
 
 @pytest.mark.multi
 @pytest.mark.slow
-def test_dropout_leaves_out_what_one_rank_would(folder: Path) -> None:
-    """Where inputs are whole and where they are divided; with graphs, and again after a checkpoint."""
+def test_dropout_drops_the_elements_that_one_rank_would_drop(folder: Path) -> None:
+    """Before column parallel and row parallel layers, with graphs, and after resuming."""
     options = ("adapter={rank: 4, alpha: 8, dropout: 0.3}", "algorithm.minibatches=2", "optimizer.schedule=constant")
     whole = run(folder, "whole", 1, *options)
-    divided = run(folder, "divided", 2, "tensor_parallel=2", *options)
-    assert_learns_the_same(whole, divided, step=0)
+    sharded = run(folder, "divided", 2, "tensor_parallel=2", *options)
+    assert_learns_the_same(whole, sharded, step=0)
     run(folder, "resumed", 2, "tensor_parallel=2", *options, "steps=1")
     resumed = run(folder, "resumed", 2, "tensor_parallel=2", *options)
-    assert metrics_of(resumed)[1:] == metrics_of(divided)[1:]  # the last step of a run is also validated
+    assert metrics_of(resumed)[1:] == metrics_of(sharded)[1:]  # the last step of a run is also validated
     for rank in range(2):
-        ours, theirs = weights_of(resumed, 2, rank), weights_of(divided, 2, rank)
+        ours, theirs = weights_of(resumed, 2, rank), weights_of(sharded, 2, rank)
         assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
@@ -295,14 +295,14 @@ def environment(folder: Path, reply: str) -> str:
 @pytest.mark.multi
 @pytest.mark.slow
 def test_the_first_rank_of_a_group_runs_the_environment(folder: Path) -> None:
-    """With replies that depend on the text, a group samples what one rank does; others may be random, slow or fail."""
-    turns = environment(folder, "add")
-    whole = run(folder, "whole", 1, turns, "rollout.max_tokens=2")
+    """If replies depend on the text alone, a group samples what one rank does. Replies may be random, slow or fail."""
+    environment_option = environment(folder, "add")
+    whole = run(folder, "whole", 1, environment_option, "rollout.max_tokens=2")
     (folder / "asked").unlink()
-    divided = run(folder, "divided", 2, "tensor_parallel=2", turns, "rollout.max_tokens=2")
-    assert_learns_the_same(whole, divided, step=0)
+    sharded = run(folder, "divided", 2, "tensor_parallel=2", environment_option, "rollout.max_tokens=2")
+    assert_learns_the_same(whole, sharded, step=0)
     assert set((folder / "asked").read_text().split()) == {"0"}
-    for row in metrics_of(divided):
+    for row in metrics_of(sharded):
         assert row["policy/token_mult_prob_error_max"] == 1.0
     (folder / "asked").unlink()
     grid = run(folder, "grid", 4, "tensor_parallel=2", environment(folder, "roll"), "rollout.max_tokens=2")
@@ -326,13 +326,13 @@ def test_the_first_rank_of_a_group_runs_the_environment(folder: Path) -> None:
         ("divided_once", 2, ["tensor_parallel=2", "shard=parameters"]),
     ],
 )
-def test_what_is_refused(folder: Path, rule: str, ranks: int, overrides: list[str]) -> None:
+def test_impossible_layouts_are_refused(folder: Path, rule: str, ranks: int, overrides: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
         check_inputs(config_of(folder, *overrides, text=CONFIG), World(0, ranks, "cpu"))
     assert rule in [problem.rule for problem in caught.value.problems]
 
 
-def test_graphs_around_exchanges_through_host_memory_are_refused(folder: Path) -> None:
+def test_staged_collectives_inside_graphs_are_refused(folder: Path) -> None:
     sharing = World(0, 2, "cpu", staged=True)
     with pytest.raises(ConfigError, match=r"graph\.impl: .* set this to none") as caught:
         check_inputs(config_of(folder, "tensor_parallel=2", text=CONFIG), sharing)
