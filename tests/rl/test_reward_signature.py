@@ -13,8 +13,8 @@ import pytest
 from rollgraph.rl.data.rows import DataError, make_rows
 from rollgraph.rl.rewards import calls
 from rollgraph.rl.rewards import workers as reward_workers
+from rollgraph.rl.rewards.arguments import STANDARD_ARGUMENTS, RewardLog, TrainerState
 from rollgraph.rl.rewards.calls import EventLoop
-from rollgraph.rl.rewards.loading import STANDARD_ARGUMENTS, RewardLog, TrainerState
 from rollgraph.rl.rewards.rewards import RewardFunctions
 from rollgraph.run.rollouts import gather_logged
 from rollgraph.train import train

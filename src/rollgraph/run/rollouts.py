@@ -18,7 +18,7 @@ from rollgraph.policy.weights import POLICY
 from rollgraph.rl.algorithms import UnrewardedAlgorithm
 from rollgraph.rl.algorithms.batch import has_equal_rewards, rollout_failed, rollout_metrics
 from rollgraph.rl.data.demonstrations import OfflineData, rollouts_of_rank
-from rollgraph.rl.rewards.loading import TrainerState
+from rollgraph.rl.rewards.arguments import TrainerState
 from rollgraph.run.progress import Group
 from rollgraph.run.setup import Run, logs_token_values
 from rollgraph.run.step_log import OnProgress

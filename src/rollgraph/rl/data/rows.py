@@ -18,7 +18,7 @@ import numpy as np
 from rollgraph.errors import InvalidInput
 from rollgraph.files import FileError, MissingFile, check_regular_file, read_json_lines
 from rollgraph.rl.paths import import_extra
-from rollgraph.rl.rewards.loading import STANDARD_ARGUMENTS
+from rollgraph.rl.rewards.arguments import STANDARD_ARGUMENTS
 from rollgraph.tokenizer import Message
 
 

@@ -16,16 +16,8 @@ from contextlib import suppress
 from threading import Thread
 from typing import Any, NamedTuple, TypeVar
 
-from rollgraph.rl.rewards.loading import (
-    LOG_EXTRA,
-    LOG_METRIC,
-    MAX_REWARD,
-    STATE,
-    Reward,
-    RewardBatch,
-    RewardLog,
-    is_in_range,
-)
+from rollgraph.rl.rewards.arguments import LOG_EXTRA, LOG_METRIC, STATE, RewardBatch, RewardLog
+from rollgraph.rl.rewards.loading import MAX_REWARD, Reward, is_in_range
 from rollgraph.rl.rewards.process import Failure, exit_if_forked, failure_of, short_repr
 
 # -- an event loop for coroutines ------------------------------------------------------------------

@@ -17,17 +17,9 @@ from typing import Any, Self
 
 from rollgraph.errors import InvalidInput, suggest
 from rollgraph.rl.paths import LoadError
+from rollgraph.rl.rewards.arguments import ChatForm, RewardBatch, TrainerState
 from rollgraph.rl.rewards.calls import RewardCaller, RewardJob, ScoredBatch, check_score
-from rollgraph.rl.rewards.loading import (
-    MAX_REWARD,
-    ChatForm,
-    Reward,
-    RewardBatch,
-    RewardSpec,
-    TrainerState,
-    is_in_range,
-    load_reward,
-)
+from rollgraph.rl.rewards.loading import MAX_REWARD, Reward, RewardSpec, is_in_range, load_reward
 from rollgraph.rl.rewards.pool import PoolFactory, WorkerPool
 from rollgraph.rl.rewards.process import Failure, short_repr
 from rollgraph.rl.rewards.workers import RewardWorkers

@@ -17,8 +17,9 @@ from typing import Any
 import cloudpickle
 
 from rollgraph.rl.paths import LoadError
+from rollgraph.rl.rewards.arguments import RewardLog
 from rollgraph.rl.rewards.calls import RewardCaller, RewardJob, ScoredBatch
-from rollgraph.rl.rewards.loading import Reward, RewardLog, RewardSpec, load_reward
+from rollgraph.rl.rewards.loading import Reward, RewardSpec, load_reward
 from rollgraph.rl.rewards.pool import PoolFactory, WorkerPool
 from rollgraph.rl.rewards.process import Failure
 
