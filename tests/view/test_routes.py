@@ -280,6 +280,6 @@ def test_a_file_that_goes_away_while_it_is_read_is_no_failure_of_the_server(
     def read(*given: Any) -> bytes:
         raise FileNotFoundError(2, "No such file or directory")
 
-    monkeypatch.setattr("rollgraph.view.indexes.read_slice", read)
+    monkeypatch.setattr("rollgraph.view.index.SamplesIndex.read_group", read)
     status, answer = Client(folder).json("/api/runs/mine/samples")
     assert (status, answer["error"]) == (503, "a file of the run disappeared while it was read")

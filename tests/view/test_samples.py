@@ -77,7 +77,18 @@ def test_a_group_goes_from_its_best_to_its_worst_sample(run: RunData) -> None:
 
 
 @pytest.mark.parametrize(
-    "id", ["", "x", "2.train.3", "2.train.3.4", "2.train.3.-1", "2.nothing.3.0", "9.train.3.0", "../x"]
+    "id",
+    [
+        "",
+        "x",
+        "2.train.3",
+        "2.train.3.4",
+        "2.train.3.-1",
+        "2.nothing.3.0",
+        "9.train.3.0",
+        "../x",
+        f"{10**30}.train.0.0",
+    ],
 )
 def test_samples_that_are_not_there(run: RunData, id: str) -> None:
     with pytest.raises(NotFound):
@@ -145,7 +156,7 @@ def test_a_prompt_is_followed_over_steps(run: RunData) -> None:
     assert [group["step"] for group in followed["groups"]] == [0, 2, 4]
     assert {group["prompt_key"] for group in followed["groups"]} == {entry["key"]}
     assert answers.answer_prompts(run, {})["total"] == 5
-    for key in ("zz", "f" * 17, "0" * 16):
+    for key in ("zz", "f" * 17, "0" * 16, "\ud800"):
         with pytest.raises(NotFound):
             answers.answer_prompt(run, key, {})
 
