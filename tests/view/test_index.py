@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from rollgraph.view import answers, index
-from rollgraph.view.index import Database, IndexProgress, MetricsIndex
+from rollgraph.view.index import Database
 from rollgraph.view.runs import RunData
 from tests.view.synthetic_run import (
     HEALTHY,
@@ -225,10 +225,15 @@ def test_an_index_that_is_damaged_while_it_is_used_is_made_anew(folder: Path, tm
     run = open_run(folder, tmp_path / "cache")
     with run.opened():
         pass
-    with run.opened():
-        overwrite_tables(tmp_path / "cache" / "index.sqlite")
-        with pytest.raises(sqlite3.DatabaseError):
+
+    def ask() -> None:
+        with run.opened():
+            overwrite_tables(tmp_path / "cache" / "index.sqlite")
             run.metrics.steps()
+
+    with pytest.raises(sqlite3.DatabaseError):
+        ask()
+    assert not (tmp_path / "cache" / "index.sqlite").exists()
     with run.opened():
         check_equal(run, open_run(folder))
 
@@ -285,20 +290,17 @@ def test_a_portion_that_another_server_stored_first_is_not_stored_twice(
 ) -> None:
     first = RunData("first", "run", folder, Database(tmp_path / "index.sqlite"))
     second = RunData("second", "run", folder, Database(tmp_path / "index.sqlite"))
-    read_lines = MetricsIndex._read_lines
 
-    def read_after_the_other(metrics: MetricsIndex, *arguments: Any) -> IndexProgress:
+    def parse_after_the_second(*arguments: Any) -> dict[str, Any] | None:
         monkeypatch.undo()
-        progress = read_lines(metrics, *arguments)
-        metrics._database.end_snapshot()
         with second.opened():
             assert len(second.metrics.steps()) == 10
-        return progress
+        return index.parse_object(*arguments)
 
-    monkeypatch.setattr(MetricsIndex, "_read_lines", read_after_the_other)
+    monkeypatch.setattr(index, "parse_object", parse_after_the_second)
     with index_all(first).opened():
         check_equal(first, open_run(folder))
-        assert first.metrics.superseded_count == 0
+        assert (first.metrics.superseded_count, first.samples.superseded_count) == (0, 0)
 
 
 @pytest.mark.multi
@@ -311,8 +313,8 @@ def test_a_process_that_is_killed_leaves_whole_portions(tmp_path: Path, monkeypa
     process = os.fork()
     if not process:
         try:
-            run = open_run(folder, tmp_path / "cache")
-            with run.samples._database.writing() as connection:
+            open_run(folder, tmp_path / "cache")
+            with Database(tmp_path / "cache" / "index.sqlite").writing() as connection:
                 connection.execute("PRAGMA cache_size = 1")
                 connection.execute("DELETE FROM chunks")
                 connection.executemany(

@@ -253,6 +253,7 @@ class IndexedFile:
         is_rewritten = size < stored.indexed_bytes or self._hash_ends(file, stored.indexed_bytes) != stored.fingerprint
         before = IndexProgress(replacements=stored.replacements + 1) if is_rewritten else stored
         rows = [] if is_rewritten else self.open_rows()
+        self._database.end_snapshot()  # others may write while we parse
         self.progress = self._read_lines(file, before, rows)
         if self.progress == stored:
             return
