@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from rollgraph.view.index import IndexStore, ReadCounters
+from rollgraph.view.index import Database, ReadCounters
 from rollgraph.view.runs import RunData
 
 Curve = Callable[[int], float]
@@ -83,8 +83,8 @@ def write_group(folder: Path, step: int, group: int, size: int = 4, **fields: An
 
 
 def open_run(folder: Path, cache: Path | None = None) -> RunData:
-    """The run as a new process sees it, with what other processes left in the cache."""
-    run = RunData("run", folder.name, folder, IndexStore(cache))
+    """The run as a new process sees it; with a cache, what another one has indexed is there."""
+    run = RunData("run", folder.name, folder, Database(cache and cache / "index.sqlite"))
     run.update()
     return run
 

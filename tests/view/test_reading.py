@@ -140,7 +140,7 @@ def test_fields_of_another_version_are_left_out(tmp_path: Path) -> None:
     write_lines(folder / "samples.jsonl", strange)
     write_lines(folder / "samples.jsonl", [{"step": 10**30}, {"step": 1, "group": -(10**30)}])
     run = open_run(folder)
-    assert run.samples.damaged_lines == 2
+    assert run.samples.progress.damaged_lines == 2
     assert "rollgraph 99.0 wrote this run" in all_answers(run)
     assert "8 ranks" in json.dumps(answers.answer_machine(run, {}))
     for group in answers.answer_samples(run, {})["groups"]:

@@ -278,6 +278,6 @@ def test_a_file_that_disappears_while_read_is_status_503(folder: Path, monkeypat
     def read(*arguments: Any) -> bytes:
         raise FileNotFoundError(2, "No such file or directory")
 
-    monkeypatch.setattr("rollgraph.view.indexes.read_slice", read)
+    monkeypatch.setattr("rollgraph.view.index.SamplesIndex.read_group", read)
     status, answer = Client(folder).json("/api/runs/mine/samples")
     assert (status, answer["error"]) == (503, "a file of the run disappeared while it was read")

@@ -77,7 +77,18 @@ def test_samples_of_a_group_are_sorted_by_reward(run: RunData) -> None:
 
 
 @pytest.mark.parametrize(
-    "id", ["", "x", "2.train.3", "2.train.3.4", "2.train.3.-1", "2.nothing.3.0", "9.train.3.0", "../x"]
+    "id",
+    [
+        "",
+        "x",
+        "2.train.3",
+        "2.train.3.4",
+        "2.train.3.-1",
+        "2.nothing.3.0",
+        "9.train.3.0",
+        "../x",
+        f"{10**30}.train.0.0",
+    ],
 )
 def test_unknown_samples_are_not_found(run: RunData, id: str) -> None:
     with pytest.raises(NotFound):
@@ -145,7 +156,7 @@ def test_a_prompt_is_followed_over_steps(run: RunData) -> None:
     assert [group["step"] for group in followed["groups"]] == [0, 2, 4]
     assert {group["prompt_key"] for group in followed["groups"]} == {entry["key"]}
     assert answers.answer_prompts(run, {})["total"] == 5
-    for key in ("zz", "f" * 17, "0" * 16):
+    for key in ("zz", "f" * 17, "0" * 16, "\ud800"):
         with pytest.raises(NotFound):
             answers.answer_prompt(run, key, {})
 

@@ -2,7 +2,7 @@
 
 It reads the files that runs write, and changes none of them. A leaf: only `commands/view.py` imports it.
 
-index, indexes                 incremental indexes of metrics.jsonl and samples.jsonl; each line is read once
+index                          metrics.jsonl and samples.jsonl in a database; each line is read once
 run_files, runs                one run's other files, and all runs below the folders on the command line
 charts, samples, machine       the data behind each page
 findings                       the diagnosis: common problems of RL runs, with thresholds and advice

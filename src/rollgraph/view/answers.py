@@ -13,8 +13,6 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from rollgraph.view.charts import (
     DEFAULT_POINTS,
     MAX_POINTS,
@@ -25,7 +23,7 @@ from rollgraph.view.charts import (
     find_series,
 )
 from rollgraph.view.findings import diagnose
-from rollgraph.view.indexes import FINISHES, KINDS
+from rollgraph.view.index import FINISHES, KINDS
 from rollgraph.view.machine import build_machine_report
 from rollgraph.view.runs import Catalog, RunData
 from rollgraph.view.samples import (
@@ -36,8 +34,7 @@ from rollgraph.view.samples import (
     find_prompts,
     find_sample,
     follow_prompt,
-    parse_prompt_key,
-    prompt_key,
+    read_prompt,
 )
 
 # -- comparing runs --------------------------------------------------------------------------------
@@ -66,22 +63,15 @@ def compare(runs: Sequence[RunData]) -> dict[str, Any]:
 
 def shared_prompts(runs: Sequence[RunData]) -> list[dict[str, str]]:
     """Prompts with samples in every run, the newest of the first run first."""
-    shared: set[int] | None = None
-    for run in runs:
-        keys = {int(key) for key in np.unique(run.samples.groups["prompt"])}
-        shared = keys if shared is None else shared & keys
-    if not shared:
+    if not runs:
         return []
-    first = runs[0].samples
-    prompts: dict[int, str] = {}
-    for row in first.groups[::-1]:
-        key = int(row["prompt"])
-        if key in shared and key not in prompts:
-            records = first.read_group(row)
-            prompts[key] = str(records[0].get("prompt", "")) if records else ""
-            if len(prompts) == min(len(shared), MAX_PROMPTS):
-                break
-    return [{"key": prompt_key(key), "prompt": prompt} for key, prompt in prompts.items()]
+    shared = set.intersection(*({group.prompt for _, group in run.samples.prompts()} for run in runs))
+    last_groups = [group for _, group in runs[0].samples.prompts() if group.prompt in shared]
+    last_groups.sort(key=lambda group: group.start, reverse=True)
+    prompts = []
+    for group in last_groups[:MAX_PROMPTS]:
+        prompts.append({"key": group.prompt, "prompt": read_prompt(runs[0].samples, group)})
+    return prompts
 
 
 def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -165,12 +155,9 @@ def answer_prompts(run: RunData, params: QueryParams) -> Answer:
 
 
 def answer_prompt(run: RunData, key: str, params: QueryParams) -> Answer:
-    prompt_hash = parse_prompt_key(key)
     query = read_sample_query({"limit": str(MAX_PAGE_SIZE), **params})
-    if prompt_hash is None:
-        raise NotFound(f"there is no prompt {key!r} in {run.name}")
-    history = follow_prompt(run.samples, prompt_hash, query.offset, query.limit)
-    if not history["total"]:
+    history = follow_prompt(run.samples, key, query.offset, query.limit) if key.isascii() else None
+    if history is None or not history["total"]:
         raise NotFound(f"there is no prompt {key!r} in {run.name}")
     return {**history, "notes": run.notes()}
 

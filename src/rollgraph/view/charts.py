@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from rollgraph.view.indexes import Floats, MetricsIndex
+from rollgraph.view.index import Floats, MetricsIndex
 
 # -- sentences about metrics -----------------------------------------------------------------------
 

@@ -47,10 +47,14 @@ def collect_answers(catalog: Catalog) -> dict[str, Any]:
     compared = answers.answer_compare(catalog, {"ids": ids})
     compared["prompts"] = compared["prompts"][:SHARED_PROMPTS]
     shared = [entry["key"] for entry in compared["prompts"]]
+    data = {}
+    for run in runs:
+        with run.opened():
+            data[run.id] = collect_run_answers(run, shared)
     return {
         "exported": int(time.time()),
         "runs": answers.list_runs(catalog),
-        "data": {run.id: collect_run_answers(run, shared) for run in runs},
+        "data": data,
         "compare": compared,
     }
 

@@ -13,8 +13,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from rollgraph.view.index import finite_or_nan
-from rollgraph.view.indexes import Floats, MetricsIndex
+from rollgraph.view.index import Floats, MetricsIndex, finite_or_nan
 from rollgraph.view.runs import RunData
 
 # -- findings, and the history that they are based on ----------------------------------------------
@@ -473,7 +472,7 @@ def diagnose(run: RunData) -> list[dict[str, Any]]:
     """The findings of all checks, most severe first; empty while the run has fewer than MIN_ROWS rows."""
     if len(run.metrics.steps()) < MIN_ROWS:
         return []
-    history = History(run.metrics, run.files.config.value, np.unique(run.samples.groups["step"]))
+    history = History(run.metrics, run.files.config.value, np.array(run.samples.steps(), np.int64))
     findings = [finding for finder in FINDERS for finding in finder(history)]
     findings.sort(key=lambda finding: SEVERITY_ORDER.index(finding.severity))
     return [asdict(finding) for finding in findings]

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from rollgraph.view.indexes import Floats, MetricsIndex
+from rollgraph.view.index import Floats, MetricsIndex
 from rollgraph.view.run_files import GRAPHS, NotedValue, read_small_object
 from rollgraph.view.runs import RunData
 

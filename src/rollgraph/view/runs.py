@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import sqlite3
 import sys
 import threading
 import time
@@ -15,8 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from rollgraph.view.index import IndexedFile, IndexStore, ReadCounters
-from rollgraph.view.indexes import MetricsIndex, SamplesIndex
+from rollgraph.view.index import Database, IndexedFile, MetricsIndex, ReadCounters, SamplesIndex
 from rollgraph.view.run_files import METRICS, SAMPLES, SmallFiles, Status, find_status, is_run_folder
 
 # -- one run ---------------------------------------------------------------------------------------
@@ -28,14 +28,14 @@ RECENT = 50  # steps whose median duration predicts the remaining time
 class RunData:
     """One run. The server's requests come from several threads; `opened()` admits one of them at a time."""
 
-    def __init__(self, id: str, name: str, folder: Path, store: IndexStore | None = None) -> None:
+    def __init__(self, id: str, name: str, folder: Path, database: Database | None = None) -> None:
         self.id = id
         self.name = name
         self.folder = folder.resolve()
         self.counters = ReadCounters()
-        store = store or IndexStore.for_run(self.folder)
-        self.metrics = MetricsIndex(self.folder / METRICS, store, self.counters)
-        self.samples = SamplesIndex(self.folder / SAMPLES, store, self.counters)
+        self._database = database or Database.for_run(self.folder)
+        self.metrics = MetricsIndex(self.folder / METRICS, self._database, self.counters)
+        self.samples = SamplesIndex(self.folder / SAMPLES, self._database, self.counters)
         self.files = SmallFiles(self.folder)
         self._lock = threading.RLock()
 
@@ -44,13 +44,25 @@ class RunData:
         """Lock the run and read what is new, up to `UPDATE_BYTES` of each file."""
         with self._lock:
             self.update()
-            yield self
+            try:
+                yield self
+            except sqlite3.DatabaseError as error:
+                self._database.fall_back(error)  # the next request gets an answer
+                raise
+            finally:
+                self._database.close()
 
     def update(self) -> bool:
         """Read new lines of both files. Returns whether anything changed."""
         with self._lock:
-            grew = self.metrics.update()
-            return self.samples.update() or grew
+            try:
+                grew = self.metrics.update()
+                return self.samples.update() or grew
+            except sqlite3.DatabaseError as error:
+                self._database.fall_back(error)
+                return self.update()
+            finally:
+                self._database.end_snapshot()
 
     def catch_up(self, seconds: float) -> None:
         """Index for at most `seconds`, or until all is indexed; other requests may run in between."""
@@ -65,17 +77,16 @@ class RunData:
     @property
     def size(self) -> int:
         """Indexed bytes; they grow with the run."""
-        return self.metrics.indexed_bytes + self.samples.indexed_bytes
+        return self.metrics.progress.indexed_bytes + self.samples.progress.indexed_bytes
 
     @property
     def step(self) -> int | None:
         """The last finished step; None before the first one."""
-        steps = self.metrics.steps()
-        if len(steps) and steps[-1] >= 0:
-            return int(steps[-1])
-        groups = self.samples.groups
-        newest = int(groups["step"][-1]) if len(groups) else -1
-        return newest if newest >= 0 else None
+        for index in (self.metrics, self.samples):
+            step = index.progress.last_step
+            if step is not None and step >= 0:
+                return int(step)
+        return None
 
     @property
     def steps(self) -> int | None:
@@ -137,9 +148,10 @@ class RunData:
 
 
 def _damage_note(name: str, index: IndexedFile) -> str:
-    if not index.damaged_lines:
+    damaged_lines = index.progress.damaged_lines
+    if not damaged_lines:
         return ""
-    lines = "1 line that is" if index.damaged_lines == 1 else f"{index.damaged_lines} lines that are"
+    lines = "1 line that is" if damaged_lines == 1 else f"{damaged_lines} lines that are"
     return f"{name} has {lines} damaged or not a record, and left out."
 
 

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from rollgraph.types import ENVIRONMENT
-from rollgraph.view.index import finite_or_nan
-from rollgraph.view.indexes import FINISHES, KINDS, SamplesIndex, Table, is_failed_sample, token_count
+from rollgraph.view.index import KINDS, MAX_NUMBER, Group, SamplesIndex, finite_or_nan, is_failed_sample
 
 # -- records ---------------------------------------------------------------------------------------
 
@@ -23,18 +19,21 @@ NOT_WRITTEN = "This run did not write values of single tokens."
 ROLES = {"turn": "policy", "reply": "environment"}
 
 
-def sample_id(step: int, kind: int, group: int, position: int) -> str:
+def sample_id(group: Group, position: int) -> str:
     """The id of a sample in addresses, for example "12.train.3.0". It stays valid until the run repeats the step."""
-    return f"{step}.{KINDS[kind]}.{group}.{position}"
+    return f"{group.step}.{group.kind}.{group.number}.{position}"
 
 
-def parse_id(id: str) -> tuple[int, int, int, int] | None:
+def parse_id(id: str) -> tuple[int, str, int, int] | None:
+    """Step, kind, group and position; None if no sample can have this id."""
     parts = id.split(".")
     try:
-        step, kind, group, position = int(parts[0]), KINDS.index(parts[1]), int(parts[2]), int(parts[3])
+        step, number, position = int(parts[0]), int(parts[2]), int(parts[3])
     except (ValueError, IndexError):
         return None
-    return (step, kind, group, position) if len(parts) == 4 and position >= 0 else None
+    if len(parts) != 4 or parts[1] not in KINDS or max(abs(step), abs(number)) > MAX_NUMBER or position < 0:
+        return None
+    return step, parts[1], number, position
 
 
 def summarize_sample(id: str, record: Mapping[str, Any]) -> dict[str, Any]:
@@ -140,6 +139,11 @@ def token_values(record: Mapping[str, Any]) -> tuple[list[dict[str, Any]] | None
     return tokens, notes
 
 
+def token_count(record: Mapping[str, Any]) -> int:
+    value = record.get("tokens")
+    return min(value, 2**31 - 1) if isinstance(value, int) and value >= 0 else 0
+
+
 def finite_or_none(value: Any) -> float | None:
     """The value if it is a finite number, as JSON requires; otherwise None."""
     number = finite_or_nan(value)
@@ -183,7 +187,7 @@ class SampleQuery:
     finish: str = ""
     reward_min: float = -math.inf
     reward_max: float = math.inf
-    prompt: int | None = None  # hash of the prompt's text
+    prompt: str | None = None  # hash of its text
     text: str = ""  # in the prompt or a completion, case-insensitive
     offset: int = 0
     limit: int = PAGE_SIZE
@@ -195,79 +199,66 @@ def find_groups(index: SamplesIndex, query: SampleQuery) -> dict[str, Any]:
 
     `stopped` is a sentence for the user if a text search ran out of its budget, otherwise empty.
     """
-    rows = select_groups(index, query)
-    if not query.oldest_first:
-        rows = rows[::-1]
+    where, values = build_condition(query)
+    order = "start" if query.oldest_first else "start DESC"
+    total = index.count_groups(where, values)
     stopped = ""
-    steps = list_steps(index, query)
     if query.text:
         limit = query.offset + query.limit
-        matching, searched = search_text(index, rows, query.text, limit)
-        total = len(matching)
+        matching, searched = search_text(index, index.groups(where, values, order), query.text, limit)
         page = matching[query.offset :]
-        if searched < len(rows) and total < limit:
-            stopped = f"The search stopped after {searched:,} of {len(rows):,} groups. Choose a step to narrow it."
+        if searched < total and len(matching) < limit:
+            stopped = f"The search stopped after {searched:,} of {total:,} groups. Choose a step to narrow it."
+        total = len(matching)
     else:
-        total = len(rows)
-        page = list(rows[query.offset : query.offset + query.limit])
-    groups = [summarize_group(index, row) for row in page]
-    return {"total": total, "groups": groups, "steps": steps, "stopped": stopped}
+        page = list(index.groups(where, values, order, query.limit, query.offset))
+    groups = [summarize_group(index, group) for group in page]
+    return {"total": total, "groups": groups, "steps": list_steps(index, query), "stopped": stopped}
 
 
-def select_groups(index: SamplesIndex, query: SampleQuery) -> Table:
-    """The groups that match every filter except the text, in the order of the file."""
-    groups = index.groups
-    mask: NDArray[np.bool_] = np.ones(len(groups), np.bool_)
+def build_condition(query: SampleQuery) -> tuple[str, list[Any]]:
+    """Every filter except the text, as an SQL condition on the table `groups`, and its values."""
+    filters: dict[str, Any] = {}
     if query.step is not None:
-        mask &= groups["step"] == query.step
+        filters["step = ?"] = query.step
     if query.group is not None:
-        mask &= groups["group"] == query.group
+        filters["number = ?"] = query.group
     if query.prompt is not None:
-        mask &= groups["prompt"] == np.uint64(query.prompt)
+        filters["prompt = ?"] = query.prompt
     if query.kind:
-        mask &= groups["kind"] == KINDS.index(query.kind)
-    if query.finish or query.reward_min > -math.inf or query.reward_max < math.inf:
-        mask &= _has_matching_sample(index, groups, query)
-    selected: Table = groups[mask]
-    return selected
-
-
-def _has_matching_sample(index: SamplesIndex, groups: Table, query: SampleQuery) -> NDArray[np.bool_]:
-    """For each group, whether one of its samples matches the filters on rewards and finish reasons."""
-    samples = index.samples
-    mask: NDArray[np.bool_] = np.ones(len(samples), np.bool_)
+        filters["kind = ?"] = query.kind
+    sample_filters: dict[str, Any] = {}
     if query.reward_min > -math.inf or query.reward_max < math.inf:
-        mask &= (samples["reward"] >= query.reward_min) & (samples["reward"] <= query.reward_max)
+        sample_filters = {"reward >= ?": query.reward_min, "reward <= ?": query.reward_max}
     if query.finish == "error":  # any failure: of the environment or a reward function, or an aborted rollout
-        mask &= samples["failed"]
+        sample_filters["failed = ?"] = True
     elif query.finish:
-        mask &= samples["finish"] == FINISHES.index(query.finish)
-    matches_before = np.concatenate([[0], np.cumsum(mask)])
-    has_match: NDArray[np.bool_] = matches_before[groups["first"] + groups["count"]] > matches_before[groups["first"]]
-    return has_match
+        sample_filters["finish = ?"] = query.finish
+    conditions = list(filters)
+    if sample_filters:
+        of_group = "samples.start >= groups.start AND samples.start < groups.end"
+        conditions.append(f"EXISTS (SELECT 1 FROM samples WHERE {' AND '.join([of_group, *sample_filters])})")
+    return " AND ".join(conditions) or "TRUE", [*filters.values(), *sample_filters.values()]
 
 
 def list_steps(index: SamplesIndex, query: SampleQuery) -> list[int]:
     """The steps that have samples of the query's kind, thinned out if there are very many."""
-    groups = index.groups
-    if query.kind:
-        groups = groups[groups["kind"] == KINDS.index(query.kind)]
-    steps = np.unique(groups["step"])
+    steps = index.steps(query.kind)
     stride = -(-len(steps) // MAX_LISTED_STEPS) or 1
-    return [int(step) for step in steps[::-stride][::-1]]
+    return steps[::-stride][::-1]
 
 
-def search_text(index: SamplesIndex, rows: Table, text: str, limit: int) -> tuple[list[np.void], int]:
+def search_text(index: SamplesIndex, groups: Iterable[Group], text: str, limit: int) -> tuple[list[Group], int]:
     """The groups whose prompt or completions contain the text, case-insensitive, and how many groups were searched.
 
     Groups that are close in the file are read together, and parsed only if their bytes contain the text.
     """
     budget = index.counters.bytes_read + SEARCH_BYTES
-    matching: list[np.void] = []
+    matching: list[Group] = []
     searched = 0
     folded = text.casefold()
     encoded = json.dumps(text, ensure_ascii=False)[1:-1].casefold()
-    for nearby in split_by_distance(rows):
+    for nearby in split_by_distance(groups):
         if len(matching) >= limit or index.counters.bytes_read > budget:
             break
         searched += len(nearby)
@@ -275,23 +266,24 @@ def search_text(index: SamplesIndex, rows: Table, text: str, limit: int) -> tupl
         escaped = not encoded.isascii() and b"\\u" in content  # some tools escape non-ASCII characters
         if not escaped and encoded not in content.decode("utf-8", "replace").casefold():
             continue
-        matching += [row for row in nearby if any(holds_text(record, folded) for record in index.read_group(row))]
+        matching += [group for group in nearby if any(holds_text(record, folded) for record in index.read_group(group))]
     return matching, searched
 
 
-def split_by_distance(rows: Table) -> Iterator[Table]:
-    """Split the rows, in their order, into runs of groups that are close together in the file."""
-    starts = rows["offset"]
-    ends = starts + rows["length"]
-    first = 0
-    for end in range(1, len(rows) + 1):
-        if end < len(rows):
-            gap = max(int(starts[end] - ends[end - 1]), int(starts[end - 1] - ends[end]))
-            span = max(int(ends[end]), int(ends[first])) - min(int(starts[end]), int(starts[first]))
-            if gap <= MAX_GAP and span <= SPAN_BYTES:
-                continue
-        yield rows[first:end]
-        first = end
+def split_by_distance(groups: Iterable[Group]) -> Iterator[list[Group]]:
+    """Split groups, in their order, into lists of groups that are close together in the file."""
+    nearby: list[Group] = []
+    for group in groups:
+        if nearby:
+            first, last = nearby[0], nearby[-1]
+            gap = max(group.start - last.end, last.start - group.end)
+            span = max(group.end, first.end) - min(group.start, first.start)
+            if gap > MAX_GAP or span > SPAN_BYTES:
+                yield nearby
+                nearby = []
+        nearby.append(group)
+    if nearby:
+        yield nearby
 
 
 def holds_text(record: dict[str, Any], folded: str) -> bool:
@@ -303,29 +295,28 @@ def holds_text(record: dict[str, Any], folded: str) -> bool:
     return any(folded in text.casefold() for text in texts)
 
 
-def summarize_group(index: SamplesIndex, row: np.void) -> dict[str, Any]:
+def summarize_group(index: SamplesIndex, group: Group) -> dict[str, Any]:
     """The fields of a group that a list shows, cached: the page requests all visible groups when the run grows."""
-    location = (int(row["offset"]), int(row["length"]))
-    if location not in index.summaries:
+    key = (index.progress.replacements, group.start, group.end)
+    if key not in index.summaries:
         if len(index.summaries) >= CACHED_SUMMARIES:
             del index.summaries[next(iter(index.summaries))]  # the oldest
-        index.summaries[location] = build_summary(row, index.read_group(row))
-    return index.summaries[location]
+        index.summaries[key] = build_summary(group, index.read_group(group))
+    return index.summaries[key]
 
 
-def build_summary(row: np.void, records: list[dict[str, Any]]) -> dict[str, Any]:
-    step, kind, group = int(row["step"]), int(row["kind"]), int(row["group"])
-    samples = [
-        summarize_sample(sample_id(step, kind, group, position), record) for position, record in enumerate(records)
-    ]
+def build_summary(group: Group, records: list[dict[str, Any]]) -> dict[str, Any]:
+    samples = []
+    for position, record in enumerate(records):
+        samples.append(summarize_sample(sample_id(group, position), record))
     samples.sort(key=_reward, reverse=True)
     first = records[0] if records else {}
     return {
-        "step": step,
-        "group": group,
-        "kind": KINDS[kind],
+        "step": group.step,
+        "group": group.number,
+        "kind": group.kind,
         "prompt": str(first.get("prompt", "")),
-        "prompt_key": prompt_key(int(row["prompt"])),
+        "prompt_key": group.prompt,
         "columns": mapping_or_none(first.get("columns")),
         "samples": samples,
     }
@@ -340,58 +331,41 @@ def find_sample(index: SamplesIndex, id: str) -> tuple[dict[str, Any], list[str]
     parts = parse_id(id)
     if parts is None:
         return None
-    step, kind, group, position = parts
-    rows = select_groups(index, SampleQuery(step=step, group=group, kind=KINDS[kind]))
-    records = index.read_group(rows[-1]) if len(rows) else []
+    *key, position = parts
+    group = next(index.groups("step = ? AND kind = ? AND number = ?", key), None)
+    records = index.read_group(group) if group else []
     return describe_sample(id, records[position]) if position < len(records) else None
 
 
 # -- prompts -----------------------------------------------------------------------------------------
 
 
-def prompt_key(prompt: int) -> str:
-    return f"{prompt:016x}"
-
-
-def parse_prompt_key(key: str) -> int | None:
-    try:
-        prompt_hash = int(key, 16)
-    except ValueError:
-        return None
-    return prompt_hash if 0 <= prompt_hash < 2**64 else None
+def read_prompt(index: SamplesIndex, group: Group) -> str:
+    records = index.read_group(group)
+    return str(records[0].get("prompt", "")) if records else ""
 
 
 def find_prompts(index: SamplesIndex, text: str, offset: int, limit: int) -> dict[str, Any]:
     """Prompts, most often sampled first: these show best how the policy has changed."""
-    groups = index.groups
-    hashes, last_groups, counts = _count_prompts(groups)
-    order = np.argsort(-counts, kind="stable")
-    prompts: list[dict[str, Any]] = []
+    counts = {}
+    groups = []  # the last of each prompt
+    for count, group in index.prompts():
+        counts[group.prompt] = count
+        groups.append(group)
     stopped = ""
-    total = len(order)
     if text:
-        matching, searched = search_text(index, groups[last_groups[order]], text, offset + limit)
-        matching_hashes = {int(row["prompt"]) for row in matching}
-        order = np.array([number for number in order[:searched] if int(hashes[number]) in matching_hashes], np.int64)
-        if searched < total and len(matching) < offset + limit:
+        total = len(groups)
+        groups, searched = search_text(index, groups, text, offset + limit)
+        if searched < total and len(groups) < offset + limit:
             stopped = f"The search stopped after {searched:,} of {total:,} prompts."
-        total = len(order)
-    for number in order[offset : offset + limit]:
-        records = index.read_group(groups[last_groups[number]])
-        prompt = str(records[0].get("prompt", "")) if records else ""
-        prompts.append({"key": prompt_key(int(hashes[number])), "prompt": prompt, "groups": int(counts[number])})
-    return {"total": total, "prompts": prompts, "stopped": stopped}
+    prompts = []
+    for group in groups[offset : offset + limit]:
+        prompts.append({"key": group.prompt, "prompt": read_prompt(index, group), "groups": counts[group.prompt]})
+    return {"total": len(groups), "prompts": prompts, "stopped": stopped}
 
 
-def _count_prompts(groups: Table) -> tuple[NDArray[np.uint64], NDArray[np.int64], NDArray[np.int64]]:
-    """The hash of each prompt, the row of its last group, and its number of groups."""
-    hashes, first_from_end, counts = np.unique(groups["prompt"][::-1], return_index=True, return_counts=True)
-    return hashes, len(groups) - 1 - first_from_end, counts
-
-
-def follow_prompt(index: SamplesIndex, prompt_hash: int, offset: int, limit: int) -> dict[str, Any]:
+def follow_prompt(index: SamplesIndex, prompt: str, offset: int, limit: int) -> dict[str, Any]:
     """A page of the groups of one prompt, oldest first."""
-    query = SampleQuery(prompt=prompt_hash, offset=offset, limit=limit, oldest_first=True)
-    answer = find_groups(index, query)
-    prompt = answer["groups"][0]["prompt"] if answer["groups"] else ""
-    return {"key": prompt_key(prompt_hash), "prompt": prompt, "total": answer["total"], "groups": answer["groups"]}
+    answer = find_groups(index, SampleQuery(prompt=prompt, offset=offset, limit=limit, oldest_first=True))
+    text = answer["groups"][0]["prompt"] if answer["groups"] else ""
+    return {"key": prompt, "prompt": text, "total": answer["total"], "groups": answer["groups"]}

@@ -214,8 +214,7 @@ def find_changed_runs(catalog: Catalog, last_states: dict[str, Any]) -> list[dic
     for run in runs:
         run.catch_up(CATCH_UP_SECONDS)
         with run.opened():
-            files = [(index.indexed_bytes, index.replacements) for index in (run.metrics, run.samples)]
-            state = (files, run.status)
+            state = (run.metrics.progress, run.samples.progress, run.status)
             change = {"run": run.id, "size": run.size, "status": run.status}
         if last_states.get(run.id) != state:
             changed.append(change)
