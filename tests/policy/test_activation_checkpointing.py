@@ -139,7 +139,7 @@ def test_graphs_of_layers_that_recompute_need_less_memory() -> None:
 
 def test_a_weight_that_changed_since_a_recorded_forward_is_refused() -> None:
     worker = make(TINY.layers, scopes=("layer",))
-    (layer, *_), (arguments, *_) = worker._train_graphs._list_modules(64)
+    (layer, *_), (arguments, *_) = worker.train_graphs._list_modules(64)
     residual, update = layer(*arguments)
     with torch.no_grad():
         layer.get_parameter("mlp.down_proj.weight").mul_(2)

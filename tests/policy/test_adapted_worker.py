@@ -123,7 +123,7 @@ def test_a_failure_without_adapters_switches_them_on_again(
         raise KeyboardInterrupt
 
     before = worker.logprobs(SAMPLES)
-    monkeypatch.setattr(worker._train_graphs, "score", fail)
+    monkeypatch.setattr(worker.train_graphs, "score", fail)
     with pytest.raises(KeyboardInterrupt):
         worker.logprobs(SAMPLES, "reference")
     monkeypatch.undo()

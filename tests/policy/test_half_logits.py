@@ -86,8 +86,8 @@ def test_logit_rows_have_the_same_bits_in_all_phases(name: str, dtype: torch.dty
         ordered = [samples[index] for index in indices]
         half, whole = (worker.limits.collate(ordered, TokenBucket(512, logits)) for logits in (256, 512))
         with worker.phases.enter("score"):
-            scored = worker._train_graphs.score(half).clone()
-            expected = worker._train_graphs.score(whole).clone()
+            scored = worker.train_graphs.score(half).clone()
+            expected = worker.train_graphs.score(whole).clone()
         assert half.logit_rows is not None
         rows = torch.from_numpy(half.logit_rows)
         assert set(entries_of(ordered, half).tolist()) <= set(rows.tolist())
@@ -253,7 +253,7 @@ def test_samples_without_tokens_have_nothing_to_score_or_learn(worker: PolicyWor
     assert [bucket for _, bucket in worker.limits.plan(empty, worker.limits.buckets)] == [HALF]
     assert worker.logprobs(empty) == [[], [], []]
     with worker.phases.enter("train"):
-        worker._train_graphs.train("policy", worker.limits.collate(empty, HALF), last=True)
+        worker.train_graphs.train("policy", worker.limits.collate(empty, HALF), last=True)
         shards = worker.sharded.gradients.shards()
         assert shards
         assert all(torch.equal(shard, torch.zeros_like(shard)) for shard in shards)

@@ -156,7 +156,7 @@ def missing_gathers(worker: PolicyWorker) -> list[str]:
     worker.sharded.ensure_gathered(list(worker.model.layers[4].parameters()))
     attention = "attn" in worker._capture_settings.scopes
     layer = worker.model.layers[2]
-    _, samples = worker._train_graphs._list_modules(ONE_SIZE.token_buckets[-1])
+    _, samples = worker.train_graphs._list_modules(ONE_SIZE.token_buckets[-1])
     target, arguments = (layer.self_attn, samples[4]) if attention else (layer, samples[2])
     reasons = []
     with ExitStack() as paused:

@@ -80,7 +80,7 @@ def refusals(worker: PolicyWorker) -> list[str]:
     assert worker.engine is not None
     for call in (
         lambda: worker.engine.generate([[1, 2]], SamplingParams(max_tokens=2)),  # type: ignore[union-attr]
-        lambda: worker._train_graphs.logprobs(SCORED),
+        lambda: worker.train_graphs.logprobs(SCORED),
     ):
         with pytest.raises(GraphError) as refused:
             call()

@@ -95,7 +95,7 @@ def test_generation_is_refused_while_gradients_wait_for_the_optimizer(pair: tupl
     sharing = pair[0]
     results = []
     for worker in pair:
-        steps = worker._train_graphs
+        steps = worker.train_graphs
         ((_, bucket),) = worker.limits.plan(make_samples(4), steps.buckets)
         arrays = worker.limits.collate(make_samples(4), bucket)
         with worker.phases.enter("train"):  # as in a custom loop, which accumulates over several phases
@@ -133,7 +133,7 @@ def test_a_failed_training_leaves_the_memory_to_generation(pair: tuple[PolicyWor
 def test_uses_of_the_memory_outside_of_their_phase_are_refused(pair: tuple[PolicyWorker, PolicyWorker]) -> None:
     sharing, _ = pair
     assert sharing.engine is not None
-    steps = sharing._train_graphs
+    steps = sharing.train_graphs
     ((_, bucket),) = sharing.limits.plan(make_samples(4), steps.buckets)
     arrays = sharing.limits.collate(make_samples(4), bucket)
     sharing.generate([([1, 2], 0)], seed="s")

@@ -170,6 +170,6 @@ def test_a_template_that_rewrites_earlier_turns_is_refused() -> None:
         "{% for m in messages %}{{ m.role }}{% if not loop.last %}*{% endif %}:{{ m.content }}<|eos|>{% endfor %}"
         "{% if add_generation_prompt %}assistant:{% endif %}"
     )
-    files = TokenizerFiles(BYTES._files.tokenizer_json, {**BYTES._files.config, "chat_template": template}, name="x")
+    files = TokenizerFiles(BYTES.files.tokenizer_json, {**BYTES.files.config, "chat_template": template}, name="x")
     with pytest.raises(DataError, match=r"row:1: the chat template writes the beginning of this chat differently"):
         make_data({"messages": say("a", "b", "c", "d")}, tokenizer=Tokenizer(files))

@@ -284,7 +284,7 @@ PANICS = {
 @pytest.mark.parametrize("part", PANICS)
 def test_files_that_make_the_library_panic_are_named(tmp_path: Path, part: str) -> None:
     """A panic is not an Exception, so `except Exception` would not catch it."""
-    content = json.loads(ByteTokenizer()._files.tokenizer_json) | {part: PANICS[part]}
+    content = json.loads(ByteTokenizer().files.tokenizer_json) | {part: PANICS[part]}
     write(tmp_path, tokenizer_json=json.dumps(content))
     error = r"cannot decode \[97\]" if part == "decoder" else r"tokenizer\.json cannot be used \("
     with pytest.raises(TokenizerError, match=f"{re.escape(str(tmp_path))}: {error}"):

@@ -200,7 +200,7 @@ class PolicyWorker:
         self.backend_name = resolve_backend(backend, world, tensor)
         self._capture_settings = CaptureSettings(self.pool, self.backend_name, scopes, on_mismatch, warmup)
         self._temperature = sampling.temperature or 1.0
-        self._train_graphs = TrainGraphs(
+        self.train_graphs = TrainGraphs(
             model,
             self.sharded,
             limits,
@@ -248,13 +248,13 @@ class PolicyWorker:
         self.pool.reserve(max(pool_nbytes, self.limits.pool_bytes), self.model.embed_tokens.weight.device)
         has_reference = "reference" in self.adapted or "reference" in self._frozen
         train = partial(
-            self._train_graphs.capture_train, losses, has_reference, whole_logits, partial(progress, "train")
+            self.train_graphs.capture_train, losses, has_reference, whole_logits, partial(progress, "train")
         )
         score = partial(self._capture_scoring, entropies, partial(progress, "score"))
         try:
             if self.sharded.shards_parameters:  # full parameters use memory of training, and scoring reads them
                 train()
-                self.full_model = self._train_graphs.full_model = cast(
+                self.full_model = self.train_graphs.full_model = cast(
                     Decoder, self.sharded.make_full_model(self.pool.allocate)
                 )
                 score()
@@ -268,9 +268,9 @@ class PolicyWorker:
 
     def _capture_scoring(self, entropies: bool, on_capture: OnCapture) -> None:
         with self.phases.enter("score"):
-            self._train_graphs.capture_score(on_capture)
+            self.train_graphs.capture_score(on_capture)
             if entropies:
-                self._train_graphs.capture_entropy(on_capture)
+                self.train_graphs.capture_entropy(on_capture)
         for graphs in self._frozen.values():
             graphs.capture_score(on_capture)
 
@@ -282,7 +282,7 @@ class PolicyWorker:
         must = self._exactness == "must"
         self.sharded.ensure_gathered(list(self.model.parameters()))  # autotuning multiplies with the weights
         self.gemm_report = make_exact(
-            self.model, self.limits, self._train_graphs.buckets, whole_logits, must, on_autotune=on_autotune
+            self.model, self.limits, self.train_graphs.buckets, whole_logits, must, on_autotune=on_autotune
         )
         self.pool.notes += self.gemm_report.lines()
         self._exact_on_all_ranks = self._is_true_on_all_ranks(self.gemm_report.exact)
@@ -388,12 +388,12 @@ class PolicyWorker:
             if weights in self._frozen:
                 return self._frozen[weights].logprobs(samples)
             with self.adapted.use(weights):
-                return self._train_graphs.logprobs(samples)
+                return self.train_graphs.logprobs(samples)
 
     def logprobs_and_entropies(self, samples: Sequence[Sample]) -> list[tuple[list[float], list[float]]]:
         """For each sample, the log-probabilities of its tokens and the entropies of their distributions."""
         with self.phases.enter("score"), self.adapted.use(POLICY):
-            return self._train_graphs.logprobs_and_entropies(samples)
+            return self.train_graphs.logprobs_and_entropies(samples)
 
     # -- train -------------------------------------------------------------------------------------
 
@@ -413,7 +413,7 @@ class PolicyWorker:
         """
         if not batch.minibatches or not all(batch.minibatches):
             raise ValueError("there is nothing to train on: the batch or one of its minibatches is empty")
-        if not self._train_graphs.has_reference and any(
+        if not self.train_graphs.has_reference and any(
             sample.reference_logprobs is not None for sample in batch.samples
         ):
             raise ValueError(
@@ -450,14 +450,14 @@ class PolicyWorker:
         self.adapted.refresh()
         if self._dropout:  # a mask depends only on the update and the rank, so a resumed run repeats it
             torch.manual_seed(self.optimizer.steps * self.world.size + self.world.rank)
-        microbatches = self.limits.plan(samples, self._train_graphs.buckets)
+        microbatches = self.limits.plan(samples, self.train_graphs.buckets)
         if self.world.size > 1:  # every rank runs equally many, because all take part in each collective
             counts = self.sharded.collectives.all_gather_text(str(len(microbatches)))
             missing = max(int(count) for count in counts) - len(microbatches)
-            microbatches += [([], self._train_graphs.buckets[0])] * missing  # all buckets have as many tokens
+            microbatches += [([], self.train_graphs.buckets[0])] * missing  # all buckets have as many tokens
         for number, (indices, bucket) in enumerate(microbatches, 1):
             arrays = self.limits.collate([samples[index] for index in indices], bucket)
-            agreement, metrics = self._train_graphs.train(loss, arrays, last=number == len(microbatches))
+            agreement, metrics = self.train_graphs.train(loss, arrays, last=number == len(microbatches))
             totals.add_microbatch(agreement, metrics, arrays.used_tokens, bucket.tokens, len(indices))
             report(totals.samples)
         self.sharded.gradients.finish(average=False)

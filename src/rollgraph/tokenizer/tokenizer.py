@@ -42,11 +42,11 @@ class Tokenizer:
     - `special_ids`: the ids that `decode` skips
     - `stop_ids`: eos, and the ids at which the model's configs say to stop
     - `special_tokens`: "bos_token" -> text; `chat_templates`: name -> source
-    - `name`: the folder it was loaded from
+    - `name`: the folder it was loaded from; `files`: what it was made from, and `save` writes
     """
 
     def __init__(self, files: TokenizerFiles) -> None:
-        self._files = files
+        self.files = files
         # Without a folder, a hash is the name: Megatron distinguishes tokenizers and their cached data by name.
         self.name = files.name or "sha256:" + hashlib.sha256(files.tokenizer_json.encode()).hexdigest()[:16]
         with _library_errors(f"{self.name}: tokenizer.json cannot be used", FETCH_AGAIN):
@@ -78,7 +78,7 @@ class Tokenizer:
         return cls(TokenizerFiles.read(Path(folder)))
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        self._files.write(Path(folder))
+        self.files.write(Path(folder))
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         """The ids of a text. With `special`, the post-processor adds its tokens, such as a leading bos.
@@ -159,7 +159,7 @@ class Tokenizer:
 
     def _add_declared_tokens(self) -> None:
         """Add tokens that only the config declares to the vocabulary, as transformers does."""
-        config = self._files.config
+        config = self.files.config
         declared = config.get("added_tokens_decoder") or {}
         self._backend.add_tokens([tokenizers.AddedToken(**declared[i]) for i in sorted(declared, key=int)])
         existing = {token.content: token for token in self._backend.get_added_tokens_decoder().values()}
@@ -178,9 +178,9 @@ class Tokenizer:
         return frozenset(i for i in added if self.decode([i]) != self.decode([i], skip_special=False))
 
     def _find_id(self, name: str) -> int | None:
-        if f"{name}_token" in self._files.config:  # an explicit null means that there is no such token
+        if f"{name}_token" in self.files.config:  # an explicit null means that there is no such token
             return self.vocab.get(self.special_tokens.get(f"{name}_token", ""))
-        ids = _as_list(self._files.model_ids.get(f"{name}_token_id"))
+        ids = _as_list(self.files.model_ids.get(f"{name}_token_id"))
         return ids[0] if ids else None
 
     def _choose_template(self, template: str | None, with_tools: bool) -> str:
