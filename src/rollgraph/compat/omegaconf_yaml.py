@@ -14,16 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from rollgraph.config import ConfigError
-from rollgraph.config.yaml_tree import (
-    MAX_INTEGER,
-    MAX_VALUES,
-    DefaultsChain,
-    Node,
-    ValueBudget,
-    merge_bases,
-    read_config_text,
-    strip_locations,
-)
+from rollgraph.config.merging import DefaultsChain, merge_bases, read_config_text
+from rollgraph.config.yaml_tree import MAX_INTEGER, MAX_VALUES, Node, ValueBudget, strip_locations
 from rollgraph.files import TOO_DEEP
 
 # -- values ----------------------------------------------------------------------------------------

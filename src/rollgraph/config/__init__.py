@@ -1,8 +1,8 @@
 """The configuration of a run: its keys, reading it from YAML, and checking it.
 
-`keys.py` lists every key, and `rules.py` the combinations of keys that make no sense. `yaml_tree.py` parses a file and
-merges it with the files it builds on. `reader.py` turns the result into dataclasses, whose types `fields.py` describes.
-`names.py` maps the keys of other frameworks to ours. Importing this package is instant.
+`keys.py` lists every key, and `rules.py` the combinations of keys that make no sense. `yaml_tree.py` parses a file, and
+`merging.py` merges it with the files it builds on. `reader.py` turns the result into dataclasses, whose types
+`fields.py` describes. `names.py` maps the keys of other frameworks to ours. Importing this package is instant.
 """
 
 from rollgraph.config.fields import ConfigError, ConfigProblem, Key, describe_type

@@ -10,10 +10,11 @@ from typing import Any
 
 from rollgraph.config.fields import ConfigError, ConfigProblem, Key, ObjectPath, keys_of, schema_of
 from rollgraph.config.keys import Config
+from rollgraph.config.merging import load_tree
 from rollgraph.config.names import OPTIONS, RENAMED, counterpart_of, option_keys
 from rollgraph.config.reader import BrokenRule, read_tree
 from rollgraph.config.rules import broken_rules
-from rollgraph.config.yaml_tree import Node, load_tree
+from rollgraph.config.yaml_tree import Node
 from rollgraph.errors import nearest
 
 # -- from a file or a string -----------------------------------------------------------------------
