@@ -155,8 +155,10 @@ def _training_passes(config: Config, shape: RunShape) -> int:
 #   of a step comes generation, which needs all parameters at once, so that gather is fully exposed.
 # - *shard: parameters*: generation starts with a gather of all parameters, fully exposed, and so does scoring by the
 #   reference policy. In training, for every microbatch, a layer is gathered while the previous one computes, in the
-#   forward and again in the backward, and its gradients are reduced while the next one computes. With adapters, layers
-#   are gathered with their base, and only the gradients of adapters are reduced.
+#   forward and again in the backward, and its gradients are reduced while the next one computes. Layers that are still
+#   in the ring are not gathered again. Embedding and head are gathered once per update, and their gradients are reduced
+#   in every microbatch, all exposed. With adapters, layers are gathered with their base, and only the gradients of
+#   adapters are reduced.
 # - *tensor_parallel*: two all-reduces in the forward of each layer and two in its backward, all exposed. A rank gathers
 #   the partial sums of all ranks and adds them in rank order, so that all ranks get the same bits. With more than two
 #   ranks and large tensors, each rank adds up one part and gathers the others, which moves as many bytes as the
@@ -264,24 +266,40 @@ def _optimizer_sharding(work: _StepWork) -> list[Communication]:
 
 
 def _parameter_sharding(work: _StepWork, ring: RingPlan) -> list[Communication]:
+    """The ring's collectives in training, and the gathers of all parameters for generation and scoring.
+
+    The first forward after an update gathers every layer. Each later pass begins where the one before ended, so the
+    last layers of that one are still in their slots. Every backward reduces the gradients of all layers.
+    """
     shape, group, layers = work.shape, work.shape.layout.data_group, work.layers
-    gather = group.all_gather(ring.slot_nbytes(0))
+    updates, microbatches = work.updates, work.train_microbatches
+    gather = group.all_gather(ring.slot_nbytes(0))  # seconds, for one layer
     reduce = group.reduce_scatter(ring.slot_gradients(0) * FP32)
-    in_forward = Communication("", "train", layers * gather, min((layers - 1) * gather, work.forward))
-    gather_reduce = gather + reduce
-    in_backward = Communication("", "train", layers * gather_reduce, min((layers - 1) * gather_reduce, work.backward))
-    count = work.train_microbatches
+    first_forward = layers * gather
+    later_forward = (layers - ring.layer_slots) * gather
+    backward = later_forward + layers * reduce
+    # Nothing computes during the first gather after an update, nor during the last reduction of a backward.
+    hidden_by_first_forward = min(first_forward - gather, work.forward)
+    hidden_by_later_forward = min(later_forward, work.forward)
+    hidden_by_backward = min(backward - reduce, work.backward)
+    later_forwards = microbatches - updates
     communication = [
         Communication(
             "layers, gathered and reduced",
             "train",
-            count * (in_forward.seconds + in_backward.seconds),
-            count * (in_forward.hidden + in_backward.hidden),
+            updates * first_forward + later_forwards * later_forward + microbatches * backward,
+            updates * hidden_by_first_forward
+            + later_forwards * hidden_by_later_forward
+            + microbatches * hidden_by_backward,
         ),
     ]
-    for outside in ring.units[ring.num_layers :]:  # none with adapters: the base does not change
-        seconds = group.all_gather(outside.nbytes) + group.reduce_scatter(outside.gradients * FP32)
-        communication.append(Communication("embedding and head", "train", work.updates * seconds))
+    # The root stays in its own slot until the weights change, by an update or by a swap with the reference. If neither
+    # happens between generation and training, the first update finds the root that generation has gathered.
+    root_gathers = updates if shape.trains_offline or shape.stores_reference else updates - 1
+    for root in ring.units[ring.num_layers :]:  # no root with adapters: outside the layers, everything is frozen
+        seconds = root_gathers * group.all_gather(root.nbytes)
+        seconds += microbatches * group.reduce_scatter(root.gradients * FP32)
+        communication.append(Communication("embedding and head", "train", seconds))
     gather_all = group.all_gather(sum(unit.nbytes for unit in ring.units))
     if shape.stores_reference:
         communication.append(Communication("gathered reference", "score", gather_all))
