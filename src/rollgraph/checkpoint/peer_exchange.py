@@ -85,6 +85,7 @@ def connect(liveness: Liveness, pairs: Collection[Pair], exchange: Callable[[str
         address = {"port": listening.getsockname()[1], "hosts": liveness.hosts, "machine": machine_id()}
         addresses = [json.loads(text) for text in exchange(json.dumps(address))]
         try:
+            # Connecting before accepting is no deadlock: connections wait in the backlog of the listening socket.
             for sender, receiver in pairs:
                 if sender == rank:
                     links.outgoing[receiver] = _open(liveness, receiver, addresses)

@@ -96,34 +96,38 @@ def step_floor(config: Config, shape: RunShape, limits: Limits, speed: Speed) ->
     itemsize = shape.itemsize
     rows = limits.rows
 
-    def decode(running: int) -> float:
-        computed = 2 * weights * running / flops
-        kv_bytes = 2 * a.kv_heads * a.head_dim * itemsize * running  # of one position in one layer, for all rows
+    def decode(batch: int) -> float:
+        """Seconds to decode all `new` tokens of `batch` rows."""
+        compute_seconds = 2 * weights * batch / flops  # of one step
+        kv_bytes = 2 * a.kv_heads * a.head_dim * itemsize * batch  # of one position in one layer, for all rows
         windows = [a.window(layer) or limits.max_length for layer in range(a.layers)]
 
-        def read(step: int) -> float:
-            seen = sum(min(prompt + step, window) for window in windows)
-            return (weights * itemsize + kv_bytes * seen) / bandwidth
+        def read_seconds(step: int) -> float:
+            positions = sum(min(prompt + step, window) for window in windows)
+            return (weights * itemsize + kv_bytes * positions) / bandwidth
 
-        # Reading takes longer with each step; from some step on it takes longer than computing. We do not loop over the
-        # steps, because a configuration may have billions.
-        first = bisect_left(range(1, new + 1), computed, key=read)
-        seen = sum(sum_up_to(prompt + first + 1, prompt + new, window) for window in windows)
-        return first * computed + ((new - first) * weights * itemsize + kv_bytes * seen) / bandwidth
+        # Reading takes longer with each step. The first steps are bound by computing, all others by reading. We do not
+        # loop over the steps, because a configuration may have billions.
+        compute_bound = bisect_left(range(1, new + 1), compute_seconds, key=read_seconds)
+        read_bound = new - compute_bound
+        positions = sum(sum_up_to(prompt + compute_bound + 1, prompt + new, window) for window in windows)
+        read_bytes = read_bound * weights * itemsize + kv_bytes * positions
+        return compute_bound * compute_seconds + read_bytes / bandwidth
+
+    full_batches, last_rows = divmod(samples, rows)
+    decode_seconds = full_batches * decode(rows) + (decode(last_rows) if last_rows else 0.0)
 
     def parts(prompts_computed: int) -> dict[str, float]:
         tokens = prompts_computed * prompt + samples * new
         without_logits = tokens - samples * new if limits.half_logits else 0
         forward = 2 * (weights * tokens - a.vocabulary * a.hidden * without_logits) / flops
-        seconds = {"decode": decoded, "prefill": 2 * weights * prompts_computed * prompt / flops}
+        seconds = {"decode": decode_seconds, "prefill": 2 * weights * prompts_computed * prompt / flops}
         if algorithm.needs_reference:
             seconds["reference"] = forward
         if recomputes_old_logprobs(config, algorithm, is_exact=config.graph.exact != "off"):
             seconds["old log-probabilities"] = forward
         return seconds | {"train": _training_passes(config, shape) * forward}
 
-    full_turns, last_rows = divmod(samples, rows)
-    decoded = full_turns * decode(rows) + (decode(last_rows) if last_rows else 0.0)
     return Floor(parts(samples), parts(prompts), speed)
 
 
@@ -309,6 +313,7 @@ def _parameter_sharding(work: _StepWork, ring: RingPlan) -> list[Communication]:
 
 
 def _tensor_all_reduces(work: _StepWork) -> list[Communication]:
+    """The all-reduces of each phase. No computing overlaps with them."""
     config, shape, group = work.config, work.shape, work.shape.layout.tensor_group
     limits = shape.limits(config)
 
@@ -330,11 +335,10 @@ def _tensor_all_reduces(work: _StepWork) -> list[Communication]:
     if not shape.trains_offline:
         assert limits.prefill_tokens is not None
         new = min(config.rollout.max_tokens, limits.max_length - 1)
-        prompts = shape.prompts(config) * (limits.max_length - new)
-        turns = -(-shape.samples(config) // work.rows)
-        seconds = turns * new * all_reduces(work.rows) + prompts / limits.prefill_tokens * all_reduces(
-            limits.prefill_tokens
-        )
+        prompt_tokens = shape.prompts(config) * (limits.max_length - new)
+        batches = -(-shape.samples(config) // work.rows)
+        seconds = batches * new * all_reduces(work.rows)
+        seconds += prompt_tokens / limits.prefill_tokens * all_reduces(limits.prefill_tokens)
         communication.append(Communication("sums of tensor groups", "generate", seconds))
     return communication
 

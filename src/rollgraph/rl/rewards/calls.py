@@ -75,6 +75,7 @@ class EventLoop:
 
 
 async def _run_with_timeout(coroutine: Coroutine[Any, Any, Any], timeout: float) -> Any:
+    """The result of a coroutine; a Failure if it raised or took longer than `timeout` seconds."""
     task = asyncio.ensure_future(coroutine)
     try:
         await asyncio.wait({task}, timeout=timeout)

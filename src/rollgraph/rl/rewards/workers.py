@@ -49,6 +49,7 @@ def pickle_function(value: Any) -> bytes:
 
 
 def _cloudpickle(value: Any, problem: str) -> bytes:
+    """Pickle a value together with the code it refers to. `problem` says why plain pickle cannot, for the error."""
     try:
         cloudpickle = importlib.import_module("cloudpickle")
     except ImportError:
@@ -95,7 +96,10 @@ _GRACE_SECONDS = 5.0  # for a worker to cancel coroutines itself, before it is k
 
 
 class RewardWorkers:
-    """Calls functions in the `count` processes of a pool, with a time-out for each call."""
+    """Calls functions in the `count` processes of a pool, with a time-out for each call.
+
+    The workers load the functions from `specs`. `rewards` are the same functions in this process; they are not called.
+    """
 
     def __init__(
         self,
