@@ -80,6 +80,13 @@ def test_ranks_that_shard_parameters_gather_layers_in_each_pass(folder: Path) ->
     assert outside.seconds == outside.exposed == pytest.approx(expected, rel=1e-6)
 
 
+def test_pairs_are_scored_with_gathered_parameters(folder: Path) -> None:
+    pairs = exchanges(folder, "shard=parameters", "algorithm={name: dpo}", "reward.functions=[]", ranks=8)
+    assert {name for phase, name in pairs if phase == "score"} == {"gathered parameters", "gathered reference"}
+    written = exchanges(folder, "shard=parameters", "algorithm={name: sft}", "reward.functions=[]", ranks=8)
+    assert {phase for phase, _ in written} == {"train"}
+
+
 class CountedCollectives(RoomCollectives):
     """Counts the gathers and reductions of layers, and those of the parameters outside of layers."""
 

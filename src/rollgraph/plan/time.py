@@ -157,12 +157,12 @@ def _training_passes(config: Config, shape: RunShape) -> int:
 # - *shard: optimizer*: gradients are reduced during the backward of an update's last microbatch; only the last bucket
 #   is exposed. Parameters are gathered during the next forward; only the first bucket is exposed. After the last update
 #   of a step comes generation, which needs all parameters at once, so that gather is fully exposed.
-# - *shard: parameters*: generation starts with a gather of all parameters, fully exposed, and so does scoring by the
-#   reference policy. In training, for every microbatch, a layer is gathered while the previous one computes, in the
-#   forward and again in the backward, and its gradients are reduced while the next one computes. Layers that are still
-#   in the ring are not gathered again. Embedding and head are gathered once per update, and their gradients are reduced
-#   in every microbatch, all exposed. With adapters, layers are gathered with their base, and only the gradients of
-#   adapters are reduced.
+# - *shard: parameters*: generation starts with a gather of all parameters, fully exposed. So does scoring by the
+#   reference policy, and scoring of pairs by the policy. In training, for every microbatch, a layer is gathered while
+#   the previous one computes, in the forward and again in the backward, and its gradients are reduced while the next one
+#   computes. Layers that are still in the ring are not gathered again. Embedding and head are gathered once per update,
+#   and their gradients are reduced in every microbatch, all exposed. With adapters, layers are gathered with their base,
+#   and only the gradients of adapters are reduced.
 # - *tensor_parallel*: two all-reduces in the forward of each layer and two in its backward, all exposed. A rank gathers
 #   the partial sums of all ranks and adds them in rank order, so that all ranks get the same bits. With more than two
 #   ranks and large tensors, each rank adds up one part and gathers the others, which moves as many bytes as the
@@ -297,9 +297,11 @@ def _parameter_sharding(work: _StepWork, ring: RingPlan) -> list[Communication]:
             + microbatches * hidden_by_backward,
         ),
     ]
-    # The root stays in its own slot until the weights change, by an update or by a swap with the reference. If neither
-    # happens between generation and training, the first update finds the root that generation has gathered.
-    root_gathers = updates if shape.trains_offline or shape.stores_reference else updates - 1
+    scores_pairs = shape.algorithm.source == "pairs"
+    # The root stays in its own slot until the weights change, by an update or by a swap with the reference. So the
+    # first update may find the root that generation or scoring has gathered.
+    keeps_root = (scores_pairs or not shape.trains_offline) and not shape.stores_reference
+    root_gathers = updates - 1 if keeps_root else updates
     for root in ring.units[ring.num_layers :]:  # no root with adapters: outside the layers, everything is frozen
         seconds = root_gathers * group.all_gather(root.nbytes)
         seconds += microbatches * group.reduce_scatter(root.gradients * FP32)
@@ -307,6 +309,8 @@ def _parameter_sharding(work: _StepWork, ring: RingPlan) -> list[Communication]:
     gather_all = group.all_gather(sum(unit.nbytes for unit in ring.units))
     if shape.stores_reference:
         communication.append(Communication("gathered reference", "score", gather_all))
+    if scores_pairs:
+        communication.append(Communication("gathered parameters", "score", gather_all))
     if not shape.trains_offline:
         communication.append(Communication("gathered parameters", "generate", gather_all))
     return communication

@@ -222,7 +222,7 @@ def sample_groups(run: Run, step: int) -> list[Rollout]:
 
 
 def _log_sampling(run: Run, sampled: Sequence[Rollout], failures_before: Counter[str]) -> None:
-    """Log the metrics of all rollouts sampled in a step, and of the reward functions that scored them."""
+    """Log the metrics of sampling: of all rollouts of a step, of reward functions, and of each rank."""
     run.log.step_metrics |= _sampling_metrics(run, sampled)
     run.log.step_metrics |= gather_failures(run, failures_before, len(sampled))
     run.log.step_metrics |= gather_logged(run)

@@ -318,8 +318,8 @@ class SwiGLU(torch.autograd.Function):
         gate_up = gate_up.contiguous()
         rows, width = gate_up.shape[0], gate_up.shape[1] // 2
         out = torch.empty((padded_rows, width), dtype=gate_up.dtype, device=gate_up.device)
-        triggers_pdl = supports_pdl(gate_up.device)  # always let the next kernel start early where the device can
-        waits = pdl and triggers_pdl  # for the results of a kernel before that did the same
+        triggers_pdl = supports_pdl(gate_up.device)  # the next kernel may always start early, if the device can
+        waits = pdl and triggers_pdl  # this one may have started early, so it waits for the results of the one before
         _swiglu_kernel[(rows, triton.cdiv(width, _TILE))](
             gate_up, out, width, TILE=_TILE, WAITS=waits, TRIGGERS_PDL=triggers_pdl, launch_pdl=waits
         )
