@@ -248,7 +248,7 @@ class DecodeGraphs:
             positions[offset:end] = chunk_positions
             slots[offset:end] = table[i, chunk_positions // size] * size + chunk_positions % size
             lengths[i] = start + len(tokens)
-            cu_seqlens[i + 1 :] = end
+            cu_seqlens[i + 1 :] = end  # sequences without a chunk stay empty
             offset = end
         self.upload.copy_into(self._batches[bucket], batch)
         self._graphs[bucket]()

@@ -159,10 +159,10 @@ def _training_passes(config: Config, shape: RunShape) -> int:
 #   of a step comes generation, which needs all parameters at once, so that gather is fully exposed.
 # - *shard: parameters*: generation starts with a gather of all parameters, fully exposed. So does scoring by the
 #   reference policy, and scoring of pairs by the policy. In training, for every microbatch, a layer is gathered while
-#   the previous one computes, in the forward and again in the backward, and its gradients are reduced while the next one
-#   computes. Layers that are still in the ring are not gathered again. Embedding and head are gathered once per update,
-#   and their gradients are reduced in every microbatch, all exposed. With adapters, layers are gathered with their base,
-#   and only the gradients of adapters are reduced.
+#   the previous one computes, in the forward and again in the backward, and its gradients are reduced while the next
+#   one computes. Layers that are still in the ring are not gathered again. Embedding and head are gathered once per
+#   update, and their gradients are reduced in every microbatch, all exposed. With adapters, layers are gathered with
+#   their base, and only the gradients of adapters are reduced.
 # - *tensor_parallel*: two all-reduces in the forward of each layer and two in its backward, all exposed. A rank gathers
 #   the partial sums of all ranks and adds them in rank order, so that all ranks get the same bits. With more than two
 #   ranks and large tensors, each rank adds up one part and gathers the others, which moves as many bytes as the

@@ -286,6 +286,7 @@ def split_by_distance(rows: Table) -> Iterator[Table]:
     first = 0
     for end in range(1, len(rows) + 1):
         if end < len(rows):
+            # The rows may be in the order of the file or in reverse: one of the two differences is negative.
             gap = max(int(starts[end] - ends[end - 1]), int(starts[end - 1] - ends[end]))
             span = max(int(ends[end]), int(ends[first])) - min(int(starts[end]), int(starts[first]))
             if gap <= MAX_GAP and span <= SPAN_BYTES:

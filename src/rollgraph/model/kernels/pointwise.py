@@ -293,6 +293,7 @@ def _swiglu_kernel(gate_up, out, width, TILE: tl.constexpr, WAITS: tl.constexpr,
 
 @triton.jit
 def _swiglu_backward_kernel(d_out, gate_up, d_gate_up, width, TILE: tl.constexpr):
+    """The gradients of gate and of up in a tile of one row, given that of silu(gate) * up."""
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * TILE + tl.arange(0, TILE)
     inside = column < width
     gate = tl.load(gate_up + row * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
