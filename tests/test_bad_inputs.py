@@ -43,6 +43,12 @@ def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(autouse=True)
+def in_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`output` is `runs/default` here: tests that run at the same time must not share it."""
+    monkeypatch.chdir(tmp_path)
+
+
 @pytest.fixture
 def model(pristine: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(pristine, tmp_path / "a model"))

@@ -85,6 +85,7 @@ def connect(liveness: Liveness, pairs: Collection[Pair], exchange: Callable[[str
         address = {"port": listening.getsockname()[1], "hosts": liveness.hosts, "machine": machine_id()}
         addresses = [json.loads(text) for text in exchange(json.dumps(address))]
         try:
+            # Connecting before accepting is no deadlock: connections wait in the backlog of the listening socket.
             for sender, receiver in pairs:
                 if sender == rank:
                     links.outgoing[receiver] = _open(liveness, receiver, addresses)
@@ -113,8 +114,11 @@ def find_hosts(address: Address, addresses: Sequence[Address], here: str) -> lis
 
 
 def _open(liveness: Liveness, receiver: int, addresses: Sequence[Address]) -> socket.socket:
-    """Connect to a listening rank, which need not accept at once."""
-    failure = ""
+    """Connect to a rank that listens, trying each of its hosts. It may accept later: the system queues connections.
+
+    If no host answers, waits for the report of a lost rank, and raises RankLost with or without one.
+    """
+    failures = []
     port = addresses[receiver]["port"]
     for host in find_hosts(addresses[receiver], addresses, machine_id()):
         try:
@@ -123,9 +127,9 @@ def _open(liveness: Liveness, receiver: int, addresses: Sequence[Address]) -> so
             sock.settimeout(None)
             return sock
         except OSError as error:
-            failure = f"{host} port {port}: {error}"
+            failures.append(f"{host} port {port}: {error}")
     reason = liveness.wait_for_loss() or "all ranks are alive"
-    raise RankLost(f"rank {receiver} cannot be reached: {reason} ({failure})", liveness.loss)
+    raise RankLost(f"rank {receiver} cannot be reached: {reason} ({'; '.join(failures)})", liveness.loss)
 
 
 def _accept(listening: socket.socket, token: str, senders: Collection[int], links: Links) -> None:

@@ -210,7 +210,10 @@ def describe_tensor(dtype: torch.dtype, shape: Sequence[int]) -> str:
 
 
 def _copy_to_host(tensors: Mapping[str, Tensor], memory: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Start copies. Those from a GPU go to pinned memory, so that they do not wait for each other."""
+    """Start copies by name. A copy reuses the tensor of the same name in `memory`, if it fits.
+
+    Copies from a GPU go to pinned memory, so that they do not wait for each other: synchronize before you read them.
+    """
     copies = {}
     for name, tensor in tensors.items():
         copy = memory.get(name)

@@ -87,14 +87,14 @@ class RankIdentity:
 
 
 class RankWorker:
-    """One rank of one attempt after another."""
+    """One rank of a cluster run. It takes part in one attempt after another."""
 
     def __init__(self, config: Config, identity: RankIdentity, folder: str | None) -> None:
         if folder is not None and os.path.isdir(folder):
             os.chdir(folder)
         self._config = config
         self._identity = identity
-        self._news = NewsBox()
+        self._news_box = NewsBox()
         self._warm_worker = WarmWorker(identity.run)
         self._store: Any = None  # of the current attempt, on rank 0
         self._attempt = 0
@@ -138,7 +138,7 @@ class RankWorker:
 
     def news(self) -> list[News]:
         """Everything that happened since the last call; waits briefly if nothing has."""
-        return self._news.take(_POLL_TIMEOUT)
+        return self._news_box.take(_POLL_TIMEOUT)
 
     # -- an attempt --------------------------------------------------------------------------------
 
@@ -146,35 +146,37 @@ class RankWorker:
         outcome = self._run_attempt(number, address)
         self._is_joining = False
         self._world = None
-        self._news.put(AttemptEnded(number, outcome))
+        self._news_box.put(AttemptEnded(number, outcome))
 
     def _run_attempt(self, number: int, address: str) -> Outcome:
+        """Join the other ranks, train, and leave. An error becomes the outcome, too."""
         try:
             world = join(self._make_attempt(number, address), self._config.ranks)
         except BaseException as error:
             return _outcome_from_error(error)
         self._world = world
         self._is_joining = False
-        view = RemoteDisplay(self._news, shows=self._identity.rank == 0, check=self._raise_if_aborted)
+        display = RemoteDisplay(self._news_box, shows=self._identity.rank == 0, check=self._raise_if_aborted)
         try:
             run = train(
                 self._config,
                 world,
                 stop=self._stop,
-                view=view,
-                on_step=lambda step, _: self._news.put(StepTaken(number, step)),
+                view=display,
+                on_step=lambda step, _: self._news_box.put(StepTaken(number, step)),
                 warm_worker=self._warm_worker,
             )
             leave(world)
         except BaseException as error:
             leave(world, error)
             if isinstance(error, RankLost) and not self._warm_worker.wait_for_collectives(_COLLECTIVES_TIMEOUT):
-                self._warm_worker.discard_policy()  # collectives may still write to its memory: build a new one
+                self._warm_worker.discard_policy()  # hung collectives may still write to its memory: build a new one
             return _outcome_from_error(error)
-        if run is not None and run.progress.finished_steps < self._config.steps:
-            return Outcome(
-                "stopped", f"stopped after {run.progress.finished_steps} of {self._config.steps} steps, as asked"
-            )
+        if run is None:  # an earlier attempt had taken all steps
+            return Outcome("finished")
+        taken, steps = run.progress.finished_steps, self._config.steps
+        if taken < steps:
+            return Outcome("stopped", f"stopped after {taken} of {steps} steps, as asked")
         return Outcome("finished")
 
     def _make_attempt(self, number: int, address: str) -> Attempt:

@@ -150,7 +150,7 @@ class RayTransport:
         if self._pending_calls:
             answer_refs = list(self._pending_calls)
             ready, _ = self._ray.wait(answer_refs, num_returns=1, timeout=seconds)
-            if ready:
+            if ready:  # one answer ended the wait: take all others that have arrived, too
                 ready, _ = self._ray.wait(answer_refs, num_returns=len(answer_refs), timeout=0)
         else:
             time.sleep(seconds)

@@ -43,7 +43,8 @@ def add_parser(commands: Any) -> None:
 
 
 def run_eval(options: argparse.Namespace) -> int:
-    results: list[str] = []
+    """Validate a checkpoint. Rank 0 prints the metrics to stdout, as one line of JSON and nothing else."""
+    results: list[str] = []  # one line on rank 0; none on other ranks, or after an error
 
     def act(run: Any, options: argparse.Namespace) -> None:
         metrics_json = json.dumps(_evaluate(run))

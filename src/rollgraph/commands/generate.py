@@ -201,7 +201,7 @@ def _open_model(options: argparse.Namespace) -> StoredModel:
     from rollgraph.rl.data.hub import ignore_note, model_folder
     from rollgraph.run.model_source import open_model
 
-    problems: list[str] = []
+    problems: list[str] = []  # notes about skipped checkpoints, printed even if no other one can be opened
     try:
         folder = model_folder(options.model, weights=True, note=ignore_note if options.quiet else note_to_stderr)
         stored = open_model(str(folder), options.which, problems)

@@ -180,8 +180,12 @@ class _ConfigReader:
         return value if all(limit.allows(value) for limit in limits) else _INVALID
 
     def _report_unknown(self, key: str, node: Node, names: Iterable[str]) -> None:
-        """Report an unknown key. If other frameworks have keys of this name, inside it too, report each of those."""
-        by_last_name: dict[str, str] = {}
+        """Report an unknown key with advice.
+
+        If other frameworks have this key, or keys inside it, we report each of those with our counterpart. Otherwise we
+        suggest a similar key. `names` are the keys of the section.
+        """
+        by_last_name: dict[str, str] = {}  # our keys by the part after the last dot; the first one with that part
         for our_key in keys_of(self.root):
             by_last_name.setdefault(our_key.name.rpartition(".")[2], our_key.name)
         counterparts = _counterparts(key, node, by_last_name)

@@ -194,6 +194,7 @@ def make_graphed_callables(
     modules = nn.ModuleList(target for target in targets if isinstance(target, nn.Module))
     resolved_backend = choose_backend(backend, (args, kwargs), modules)
     _check_targets(targets, num_warmup_iters)
+    refuse_nesting(callable_name(targets[0]))  # the captures of all targets; the name is for the error
     schedule = sequential(len(targets)) if order is None else parse_order(order, len(targets), layers_per_chunk)
     samples = _samples_per_entry(schedule, args, kwargs)
     per_callable = hooks_per_callable(hooks, len(targets))
@@ -296,7 +297,6 @@ def _check_targets(targets: list[Any], warmup: int) -> None:
             trainable = [name for name, buffer in target.named_buffers() if buffer.requires_grad]
             if trainable:
                 raise CaptureError(f"buffers of callables[{index}] require grad: {', '.join(trainable)}")
-    refuse_nesting(callable_name(targets[0]))
 
 
 def _static_inputs(schedule: Schedule, surfaces: list[Surface], reuse: bool) -> list[StaticTensors]:

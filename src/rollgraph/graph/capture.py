@@ -216,6 +216,7 @@ def choose_backend(name: BackendName, arguments: Any, target: Any) -> Backend:
 
 
 def _backend_by_name(name: BackendName, device: torch.device | None, has_tensors: bool) -> Backend:
+    """`device` is the CUDA device of the tensors; None if they are on the CPU, or if there are none."""
     if name == "eager":
         return EagerBackend()
     if name == "tape" or (name == "auto" and device is None and (has_tensors or not torch.cuda.is_available())):

@@ -234,17 +234,17 @@ class CallablePasses:
         self.spec = spec
         self.surface = surface
         self.differentiable = [tensor.requires_grad for tensor in surface.tensors]
-        self.targets = GradientTargets()
+        self.targets = GradientTargets()  # set by `find_gradient_targets`, after a forward
         self.outputs: OutputTree | None = None  # of the last forward
         self.raw_output: Any = None  # as the callable returned it
         self.results: list[Tensor] = []  # its tensors, with their autograd graph, until the backward has run
-        self.unused: list[int] = []  # indices in (*inputs, *parameters) without a gradient
+        self.unused: list[int] = []  # indices in (*inputs, *parameters) to which the last backward gave no gradient
         self.static_gradients: list[Tensor | None] | None = None  # the recorded backward copies its results here
         self.aliases: dict[Tensor, Tensor] = {}  # parameter -> the leaf that replaces it
         # Parameters that the callable also reaches without going through the module: they have no alias.
         self.shared: set[Tensor] = set()
         self.capturing = False  # False in the sanitizer and the eager backend: the callable then runs without aliases
-        self._inputs: Sequence[Tensor] = ()
+        self._inputs: Sequence[Tensor] = ()  # of the last forward
 
     def run_forward(self, inputs: Sequence[Tensor]) -> list[Tensor | None]:
         spec = self.spec

@@ -45,20 +45,22 @@ class SegmentRecorder:
         self.spec = spec
         self.arena = arena
         self.passes = CallablePasses(spec, surface)
+        self._surface = surface
+        self._statics = statics  # the inputs of the forward graph
+        # Filled by the warm-up.
         # The shape (a meta tensor) and device of each gradient that the backward returns; None for one that is missing.
         self.gradient_templates: list[tuple[Tensor, torch.device] | None] = []
-        self._surface = surface
-        self._statics = statics
+        self._writes: Writes = [[] for _ in surface.tensors]  # for each input, the writes before it is last read
+        self._called_modules: dict[int, nn.Module] = {}  # by id
+        # Filled by the recording.
         self._forward: Recording | None = None
-        self._backward: Recording | None = None
-        self._forward_capture_index = 0
+        self._backward: Recording | None = None  # stays None if no output requires a gradient
+        self._forward_capture_index = 0  # its place in the arena's order of captures
         self._backward_capture_index = 0
-        self._binding = Binding(())
-        self._hazards = InputHazards()
-        self._saved = SavedVersions()
-        self._writes: Writes = [[] for _ in surface.tensors]
-        self._called_modules: dict[int, nn.Module] = {}
-        self._shared_state: dict[Any, Any] = {}  # shared by the recordings of both passes
+        self._binding = Binding(())  # what must stay as it was at the capture
+        self._hazards = InputHazards()  # arguments must not lie in memory that the forward writes before it reads them
+        self._saved_versions = SavedVersions()  # of tensors that must not change between forward and backward
+        self._backend_state: dict[Any, Any] = {}  # the backend keeps it from recording the forward to the backward
 
     # -- warm-up ---------------------------------------------------------------------------------
 
@@ -128,7 +130,7 @@ class SegmentRecorder:
         transaction.undo_log.check_reads(recording.external)
         self._bind(recording, transaction.objects)
         if passes.targets.has_backward and spec.backend.records:
-            self._saved = SavedVersions.of(passes.results, self._changeable_tensors(recording))
+            self._saved_versions = SavedVersions.of(passes.results, self._changeable_tensors(recording))
         spec.hooks.run("post_forward", "capture", spec.target, args, kwargs, passes.raw_output)
 
     def record_backward(self, transaction: Transaction) -> None:
@@ -153,7 +155,7 @@ class SegmentRecorder:
         self, transaction: Transaction, run_pass: PassFunction, inputs: StaticTensors, pass_name: str
     ) -> Recording:
         label = f"{self.spec.name!r} ({pass_name})"
-        return record_pass(transaction, self.spec.backend, run_pass, inputs, self.arena, label, self._shared_state)
+        return record_pass(transaction, self.spec.backend, run_pass, inputs, self.arena, label, self._backend_state)
 
     def _scratch(self) -> list[Tensor]:
         """Static tensors for grad_outputs. They are in use only during a backward, so all segments share them."""
@@ -241,7 +243,7 @@ class SegmentRecorder:
             passes.targets,
             self._binding,
             self._hazards,
-            self._saved,
+            self._saved_versions,
             list(self._called_modules.values()),
             retained=passes.results,
         )

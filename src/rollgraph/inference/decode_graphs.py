@@ -105,7 +105,7 @@ class DecodeGraphs:
             pool.leave_unsaved(layer)
         self.state = torch.zeros((rows, TABLE + self.blocks_of_row), dtype=torch.int32, device=device)
         self.history = torch.zeros((rows, max_length if filters else 1), dtype=torch.int32, device=device)
-        self.orders = torch.full((rows,), IDLE, dtype=torch.int32, device=device)
+        self.orders = torch.full((rows,), IDLE, dtype=torch.int32, device=device)  # see `scheduler.IDLE`
         # Per row, a token and the bits of two float32. The rows of a bucket are contiguous, so one copy transfers them.
         self.results = torch.zeros((rows, 3), dtype=torch.int32, device=device)
         self._angles: Angles | None = None  # of every position, for the kernels that prepare rows
@@ -115,6 +115,7 @@ class DecodeGraphs:
         for tokens in prefill_buckets:
             self._batches[tokens] = torch.zeros(self._batch_size(tokens), dtype=torch.int32, device=device)
         largest = self._batch_size(prefill_buckets[-1])
+        # Of each row up to 8 numbers more: its order and index, and its part of the moves and copies of blocks.
         self.upload = Upload(device, largest + self.state.numel() + self.history.numel() + 8 * rows)
 
         self._graphs = {}
@@ -247,7 +248,7 @@ class DecodeGraphs:
             positions[offset:end] = chunk_positions
             slots[offset:end] = table[i, chunk_positions // size] * size + chunk_positions % size
             lengths[i] = start + len(tokens)
-            cu_seqlens[i + 1 :] = end
+            cu_seqlens[i + 1 :] = end  # sequences without a chunk stay empty
             offset = end
         self.upload.copy_into(self._batches[bucket], batch)
         self._graphs[bucket]()

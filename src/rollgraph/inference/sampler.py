@@ -178,12 +178,12 @@ def pick_on_cpu(scores: Tensor, ids: Tensor, seed: Tensor, position: Tensor, tem
 def gumbel(seed: Tensor, position: Tensor, ids: Tensor) -> Tensor:
     """Standard Gumbel noise, [rows, ids], keyed by (seed, position, id). `ids` are [ids] or [rows, ids], in int32."""
     low, high = seed.unbind(1)
-    # Two keys: telling all rows and positions apart takes 64 bits.
+    # With a single key of 32 bits, some rows and positions would have equal keys, and so draw with the same noise.
     first_key = _mix(_mix(_mix(low) ^ high) + position)
     second_key = _mix(_mix(_mix(high ^ _KEY_SALT) ^ low) + position)
     bits = _mix(_mix(ids ^ first_key[:, None]) + second_key[:, None])
     uniform = ((bits.long() & 0xFFFFFFFF).float() + 0.5) * 2.0**-32
-    uniform = uniform.clamp_max(1 - 2.0**-24)
+    uniform = uniform.clamp_max(1 - 2.0**-24)  # the largest values round to 1, where log(1 - u) is -inf
     # -log(1 - u) as a series for small u, where 1 - u would lose the digits of u.
     small = uniform * (1 + uniform * (0.5 + uniform / 3))
     return -torch.where(uniform < 2.0**-8, small, -(1 - uniform).log()).log()

@@ -108,7 +108,7 @@ class ProgressPanel(ProgressDisplay):
             table.add_column(justify=justify, ratio=ratio, no_wrap=True)  # type: ignore[arg-type]
         for name, done, total, count, cell in self._rows():
             bar = ProgressBar(total=total, completed=done, complete_style="cyan", finished_style="dim green")
-            # A style, not markup: a note is printed without markup, and the panel is redrawn with it.
+            # A style, not markup such as [dim]: printing a note redraws the panel with markup switched off.
             table.add_row(name, bar if total else "", count, Text(cell, style="dim"))
         return table
 

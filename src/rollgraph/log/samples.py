@@ -166,6 +166,7 @@ class SampleWriter:
         return self._append(rows)
 
     def _describe(self, rollout: Rollout, details: SampleDetails) -> dict[str, Any]:
+        """A row of samples.jsonl, without the step, the split and the advantage."""
         weighted = {name: self._reward_weights.get(name, 1.0) * value for name, value in rollout.rewards.items()}
         row = {
             "group": rollout.group,

@@ -133,14 +133,16 @@ class Adapters:
     def projections(self) -> Iterator[tuple[str, Tensor, Tensor]]:
         """Hugging Face's name of each adapted projection, and views of its A, [rank, inputs], and B, [outputs, rank].
 
-        Call `refresh` after writing to them.
+        A fused layer, such as qkv, stacks the A of its projections as rows of `lora_a`. Their B are transposed, and lie
+        side by side in `lora_b`. Call `refresh` after writing to the views.
         """
-        for module, targets in _target_slices(self._model, self.spec).items():
-            layer = self._layers[module]
+        rank = self.spec.rank
+        for layer_name, targets in _target_slices(self._model, self.spec).items():
+            layer = self._layers[layer_name]
             assert layer.adapter is not None
             for index, (name, projection) in enumerate(zip(targets, layer.adapter.projections, strict=True)):
-                rows = slice(index * self.spec.rank, (index + 1) * self.spec.rank)
-                yield name, layer.lora_a.detach()[rows], layer.lora_b.detach()[:, projection.b_columns].t()
+                a_rows = slice(index * rank, (index + 1) * rank)
+                yield name, layer.lora_a.detach()[a_rows], layer.lora_b.detach()[:, projection.b_columns].t()
 
     @torch.no_grad()
     def merged_weights(self) -> Iterator[tuple[str, Tensor]]:

@@ -518,12 +518,13 @@ def _graph_overhead_line(config: Config, shape: RunShape, limits: Limits) -> Pla
     """Memory of the driver for the graphs themselves, and of the libraries."""
     if config.graph.impl == "none":
         return PlanLine("graphs and libraries", _LIBRARY_BYTES, "device", PHASES)
-    passes = len(limits.buckets) * (1 + 3)  # 1 for scoring, 3 for training with its backward
+    forwards = len(limits.buckets) * (1 + 3)  # 1 for scoring; 3 for training, whose backward counts as two forwards
     if not shape.trains_offline:
         assert limits.prefill_tokens is not None
         engine_graphs = len(row_buckets(limits.rows)) + len(prefill_buckets(limits.prefill_tokens))
-        passes += engine_graphs * len(limits.generated_lengths)
-    nbytes = passes * shape.architecture.layers * _GRAPH_BYTES_PER_LAYER + _LIBRARY_BYTES
+        engines = len(limits.generated_lengths)  # validation has one of its own if its prompts are longer
+        forwards += engine_graphs * engines
+    nbytes = forwards * shape.architecture.layers * _GRAPH_BYTES_PER_LAYER + _LIBRARY_BYTES
     return PlanLine("graphs and libraries", nbytes, "device", PHASES)
 
 

@@ -64,7 +64,7 @@ class RunShape:
     stores_reference: bool = False  # whether the run stores the trained weights a second time, as reference
     teacher: Decoder | None = None  # a teacher whose architecture is not the policy's
     longest_row: int | None = None  # tokens of the longest row of offline data, if the data was read
-    half_logits: bool = False  # whether these rows are mostly prompt
+    half_logits: bool = False  # whether at most half of the tokens of offline data are completions (and need logits)
     prompt_lengths: PromptLengths | None = None  # measured on the data, if the configuration does not limit them
     notes: tuple[str, ...] = ()  # assumptions
     _limits: dict[tuple[int | None, tuple[int, ...] | None], Limits] = field(default_factory=dict)
@@ -88,7 +88,7 @@ class RunShape:
         return self.model.embed_tokens.weight.dtype.itemsize
 
     def with_config(self, config: Config, *, ranks: int | None = None, nodes: int | None = None) -> RunShape:
-        """The shape of the same run with another configuration or number of ranks, on the same data."""
+        """The same run and data with another configuration. `ranks` and `nodes` stay as they are if None."""
         layout = self.layout
         changed = make_run_shape(
             config,
@@ -98,6 +98,7 @@ class RunShape:
             device=self.device,
             prompt_lengths=self.prompt_lengths,
         )
+        # Both were measured on offline data, which `make_run_shape` does not get here.
         return replace(changed, longest_row=self.longest_row, half_logits=self.half_logits)
 
     @cached_property

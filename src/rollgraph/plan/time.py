@@ -96,34 +96,38 @@ def step_floor(config: Config, shape: RunShape, limits: Limits, speed: Speed) ->
     itemsize = shape.itemsize
     rows = limits.rows
 
-    def decode(running: int) -> float:
-        computed = 2 * weights * running / flops
-        kv_bytes = 2 * a.kv_heads * a.head_dim * itemsize * running  # of one position in one layer, for all rows
+    def decode(batch: int) -> float:
+        """Seconds to decode all `new` tokens of `batch` rows."""
+        compute_seconds = 2 * weights * batch / flops  # of one step
+        kv_bytes = 2 * a.kv_heads * a.head_dim * itemsize * batch  # of one position in one layer, for all rows
         windows = [a.window(layer) or limits.max_length for layer in range(a.layers)]
 
-        def read(step: int) -> float:
-            seen = sum(min(prompt + step, window) for window in windows)
-            return (weights * itemsize + kv_bytes * seen) / bandwidth
+        def read_seconds(step: int) -> float:
+            positions = sum(min(prompt + step, window) for window in windows)
+            return (weights * itemsize + kv_bytes * positions) / bandwidth
 
-        # Reading takes longer with each step; from some step on it takes longer than computing. We do not loop over the
-        # steps, because a configuration may have billions.
-        first = bisect_left(range(1, new + 1), computed, key=read)
-        seen = sum(sum_up_to(prompt + first + 1, prompt + new, window) for window in windows)
-        return first * computed + ((new - first) * weights * itemsize + kv_bytes * seen) / bandwidth
+        # Reading takes longer with each step. The first steps are bound by computing, all others by reading. We do not
+        # loop over the steps, because a configuration may have billions.
+        compute_bound = bisect_left(range(1, new + 1), compute_seconds, key=read_seconds)
+        read_bound = new - compute_bound
+        positions = sum(sum_up_to(prompt + compute_bound + 1, prompt + new, window) for window in windows)
+        read_bytes = read_bound * weights * itemsize + kv_bytes * positions
+        return compute_bound * compute_seconds + read_bytes / bandwidth
+
+    full_batches, last_rows = divmod(samples, rows)
+    decode_seconds = full_batches * decode(rows) + (decode(last_rows) if last_rows else 0.0)
 
     def parts(prompts_computed: int) -> dict[str, float]:
         tokens = prompts_computed * prompt + samples * new
         without_logits = tokens - samples * new if limits.half_logits else 0
         forward = 2 * (weights * tokens - a.vocabulary * a.hidden * without_logits) / flops
-        seconds = {"decode": decoded, "prefill": 2 * weights * prompts_computed * prompt / flops}
+        seconds = {"decode": decode_seconds, "prefill": 2 * weights * prompts_computed * prompt / flops}
         if algorithm.needs_reference:
             seconds["reference"] = forward
         if recomputes_old_logprobs(config, algorithm, is_exact=config.graph.exact != "off"):
             seconds["old log-probabilities"] = forward
         return seconds | {"train": _training_passes(config, shape) * forward}
 
-    full_turns, last_rows = divmod(samples, rows)
-    decoded = full_turns * decode(rows) + (decode(last_rows) if last_rows else 0.0)
     return Floor(parts(samples), parts(prompts), speed)
 
 
@@ -153,10 +157,12 @@ def _training_passes(config: Config, shape: RunShape) -> int:
 # - *shard: optimizer*: gradients are reduced during the backward of an update's last microbatch; only the last bucket
 #   is exposed. Parameters are gathered during the next forward; only the first bucket is exposed. After the last update
 #   of a step comes generation, which needs all parameters at once, so that gather is fully exposed.
-# - *shard: parameters*: generation starts with a gather of all parameters, fully exposed, and so does scoring by the
-#   reference policy. In training, for every microbatch, a layer is gathered while the previous one computes, in the
-#   forward and again in the backward, and its gradients are reduced while the next one computes. With adapters, layers
-#   are gathered with their base, and only the gradients of adapters are reduced.
+# - *shard: parameters*: generation starts with a gather of all parameters, fully exposed. So does scoring by the
+#   reference policy, and scoring of pairs by the policy. In training, for every microbatch, a layer is gathered while
+#   the previous one computes, in the forward and again in the backward, and its gradients are reduced while the next
+#   one computes. Layers that are still in the ring are not gathered again. Embedding and head are gathered once per
+#   update, and their gradients are reduced in every microbatch, all exposed. With adapters, layers are gathered with
+#   their base, and only the gradients of adapters are reduced.
 # - *tensor_parallel*: two all-reduces in the forward of each layer and two in its backward, all exposed. A rank gathers
 #   the partial sums of all ranks and adds them in rank order, so that all ranks get the same bits. With more than two
 #   ranks and large tensors, each rank adds up one part and gathers the others, which moves as many bytes as the
@@ -264,33 +270,54 @@ def _optimizer_sharding(work: _StepWork) -> list[Communication]:
 
 
 def _parameter_sharding(work: _StepWork, ring: RingPlan) -> list[Communication]:
+    """The ring's collectives in training, and the gathers of all parameters for generation and scoring.
+
+    The first forward after an update gathers every layer. Each later pass begins where the one before ended, so the
+    last layers of that one are still in their slots. Every backward reduces the gradients of all layers.
+    """
     shape, group, layers = work.shape, work.shape.layout.data_group, work.layers
-    gather = group.all_gather(ring.slot_nbytes(0))
+    updates, microbatches = work.updates, work.train_microbatches
+    gather = group.all_gather(ring.slot_nbytes(0))  # seconds, for one layer
     reduce = group.reduce_scatter(ring.slot_gradients(0) * FP32)
-    in_forward = Communication("", "train", layers * gather, min((layers - 1) * gather, work.forward))
-    gather_reduce = gather + reduce
-    in_backward = Communication("", "train", layers * gather_reduce, min((layers - 1) * gather_reduce, work.backward))
-    count = work.train_microbatches
+    first_forward = layers * gather
+    later_forward = (layers - ring.layer_slots) * gather
+    backward = later_forward + layers * reduce
+    # Nothing computes during the first gather after an update, nor during the last reduction of a backward.
+    hidden_by_first_forward = min(first_forward - gather, work.forward)
+    hidden_by_later_forward = min(later_forward, work.forward)
+    hidden_by_backward = min(backward - reduce, work.backward)
+    later_forwards = microbatches - updates
     communication = [
         Communication(
             "layers, gathered and reduced",
             "train",
-            count * (in_forward.seconds + in_backward.seconds),
-            count * (in_forward.hidden + in_backward.hidden),
+            updates * first_forward + later_forwards * later_forward + microbatches * backward,
+            updates * hidden_by_first_forward
+            + later_forwards * hidden_by_later_forward
+            + microbatches * hidden_by_backward,
         ),
     ]
-    for outside in ring.units[ring.num_layers :]:  # none with adapters: the base does not change
-        seconds = group.all_gather(outside.nbytes) + group.reduce_scatter(outside.gradients * FP32)
-        communication.append(Communication("embedding and head", "train", work.updates * seconds))
+    scores_pairs = shape.algorithm.source == "pairs"
+    # The root stays in its own slot until the weights change, by an update or by a swap with the reference. So the
+    # first update may find the root that generation or scoring has gathered.
+    keeps_root = (scores_pairs or not shape.trains_offline) and not shape.stores_reference
+    root_gathers = updates - 1 if keeps_root else updates
+    for root in ring.units[ring.num_layers :]:  # no root with adapters: outside the layers, everything is frozen
+        seconds = root_gathers * group.all_gather(root.nbytes)
+        seconds += microbatches * group.reduce_scatter(root.gradients * FP32)
+        communication.append(Communication("embedding and head", "train", seconds))
     gather_all = group.all_gather(sum(unit.nbytes for unit in ring.units))
     if shape.stores_reference:
         communication.append(Communication("gathered reference", "score", gather_all))
+    if scores_pairs:
+        communication.append(Communication("gathered parameters", "score", gather_all))
     if not shape.trains_offline:
         communication.append(Communication("gathered parameters", "generate", gather_all))
     return communication
 
 
 def _tensor_all_reduces(work: _StepWork) -> list[Communication]:
+    """The all-reduces of each phase. No computing overlaps with them."""
     config, shape, group = work.config, work.shape, work.shape.layout.tensor_group
     limits = shape.limits(config)
 
@@ -312,11 +339,10 @@ def _tensor_all_reduces(work: _StepWork) -> list[Communication]:
     if not shape.trains_offline:
         assert limits.prefill_tokens is not None
         new = min(config.rollout.max_tokens, limits.max_length - 1)
-        prompts = shape.prompts(config) * (limits.max_length - new)
-        turns = -(-shape.samples(config) // work.rows)
-        seconds = turns * new * all_reduces(work.rows) + prompts / limits.prefill_tokens * all_reduces(
-            limits.prefill_tokens
-        )
+        prompt_tokens = shape.prompts(config) * (limits.max_length - new)
+        batches = -(-shape.samples(config) // work.rows)
+        seconds = batches * new * all_reduces(work.rows)
+        seconds += prompt_tokens / limits.prefill_tokens * all_reduces(limits.prefill_tokens)
         communication.append(Communication("sums of tensor groups", "generate", seconds))
     return communication
 

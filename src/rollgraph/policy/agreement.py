@@ -450,10 +450,15 @@ def _draw(logits: Tensor, step: PagedStep) -> SamplerOutput:
     """Sample a token in each row. Rows with the same sequence have the same noise, so they draw the same token."""
     ones = torch.ones(len(logits), device=logits.device)
     seeds = torch.zeros((len(logits), 2), dtype=torch.int32, device=logits.device)
-    sampling = SamplingTensors(
-        seed=seeds, temperature=ones, position=step.positions + 1, top_k=seeds[:, 0], top_p=ones, min_p=0 * ones,
+    sampling = SamplingTensors(  # temperature 1, no filters
+        seed=seeds,
+        temperature=ones,
+        position=step.positions + 1,
+        top_k=torch.zeros(len(logits), dtype=torch.int32, device=logits.device),
+        top_p=ones,
+        min_p=torch.zeros_like(ones),
         penalty=ones,
-    )  # fmt: skip
+    )
     drawn = sampler.sample(logits, sampling)
     if bool((drawn.token < 0).any()):
         raise ValueError("the model's logits are not finite")

@@ -39,15 +39,23 @@ class PackedSize(NamedTuple):
     sequences: int
     repeated_keys: int
 
-    def with_sample(self, prompt: int, completion: int, siblings: int) -> PackedSize:
-        """The size after adding a sample of these lengths, if `siblings` samples of its prompt are packed already."""
-        if not siblings or prompt == 1:
-            return PackedSize(self.tokens + prompt + completion, self.sequences + 1, self.repeated_keys)
-        added = 1
-        if siblings == 1:  # only now does the prompt become a separate sequence, whose keys both samples repeat
-            added = 2
+    def with_sample(self, prompt_tokens: int, completion_tokens: int, siblings: int) -> PackedSize:
+        """The size after adding a sample of these lengths. `siblings` samples of the same prompt are packed already."""
+        shared_tokens = prompt_tokens - 1  # the last one predicts the sample's first token, so each sample has its own
+        if siblings == 0 or shared_tokens == 0:
+            tokens = self.tokens + prompt_tokens + completion_tokens
+            return PackedSize(tokens, self.sequences + 1, self.repeated_keys)
+        new_sequences = 1
+        new_repeats = 1
+        if siblings == 1:
+            # The prompt leaves the first sample's sequence and becomes a sequence of its own. That adds no token, and
+            # from now on the first sample repeats the prompt's keys, too.
+            new_sequences = 2
+            new_repeats = 2
         return PackedSize(
-            self.tokens + 1 + completion, self.sequences + added, self.repeated_keys + added * (prompt - 1)
+            self.tokens + 1 + completion_tokens,
+            self.sequences + new_sequences,
+            self.repeated_keys + new_repeats * shared_tokens,
         )
 
     def fits(self, capacity: PackedSize) -> bool:

@@ -130,9 +130,9 @@ class PhaseMemory:
     def __init__(self, gradients: SharedGradients, invalidate_full_parameters: Callable[[], None]) -> None:
         self._gradients = gradients
         self._invalidate_full_parameters = invalidate_full_parameters
-        self._over_gradients = False
+        self._over_gradients = False  # whether the cache lies, at least in part, in the memory of the gradients
         self._forget_cache: Callable[[], None] | None = None  # None: no cache shares memory
-        self._cache_is_valid = False
+        self._cache_is_valid = False  # no other phase has used its memory, and the weights are those of its keys
         self._gradients_are_lent = False
 
     def share(self, forget_cache: Callable[[], None], *, over_gradients: bool) -> None:
@@ -153,6 +153,7 @@ class PhaseMemory:
                 self._gradients_are_lent = False
 
     def _give_to_cache(self) -> None:
+        """Lend the gradients' memory to the cache, and make the engine forget a cache that is no longer valid."""
         if self._forget_cache is None:
             return
         if self._over_gradients and not self._gradients_are_lent:

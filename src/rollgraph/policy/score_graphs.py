@@ -183,9 +183,11 @@ class ScoreGraphs:
     ) -> list[Any]:
         """The values that `score` returns, cut along its last dimension into the tokens of each sample."""
         scored = []
-        for indices, bucket in self._limits.plan(samples, buckets):  # while the device runs the previous one
+        for indices, bucket in self._limits.plan(samples, buckets):
+            # The host lays out a microbatch while the device runs the one before: nothing here reads a device value.
             arrays = self._limits.collate([samples[index] for index in indices], bucket)
-            scored.append((indices, arrays.starts, score(arrays).clone()))
+            values = score(arrays).clone()  # the next call overwrites the result
+            scored.append((indices, arrays.starts, values))
         results: list[Any] = [None] * len(samples)
         for indices, starts, values in scored:
             host_values = values.cpu()

@@ -95,18 +95,18 @@ class WeightSlots:
         return name == POLICY or name in self._slots
 
     def save(self, name: str, location: Location = "device") -> None:
-        """Copy the current policy to a slot. The memory of a slot is allocated once."""
+        """Copy the current policy to a slot. A new slot is allocated at `location`; an existing one stays in place."""
         if name == POLICY:
             raise SlotError(f"{POLICY!r} is the model itself: save it under another name")
         if self.current != POLICY:
             raise SlotError(f"cannot save the policy as {name!r} while {self.current!r} is in the model")
-        self._model.flat.check_memory()
-        self._model.before_swap()
+        self._model.flat.check_memory()  # raises if a parameter has left its bucket, whose copy would miss it
+        self._model.before_resident_access()
         buckets = self._buckets()
         if name not in self._slots:
             self._slots[name] = self._allocate(buckets, location)
         if self._host_swap is not None:
-            self._host_swap.synchronize()
+            self._host_swap.synchronize()  # the last swap may still be writing to the slot
         for slot, bucket in zip(self._slots[name], buckets, strict=True):
             slot.copy_(bucket)
 
@@ -148,7 +148,7 @@ class WeightSlots:
         if name not in self._slots:
             raise SlotError(f"there is no slot {name!r}: save() it first (slots: {', '.join(self._slots) or 'none'})")
         self._model.flat.check_memory()
-        self._model.before_swap()
+        self._model.before_resident_access()
         before = self.checksum() if self._verify else None
         swapped = 0
         try:

@@ -130,22 +130,22 @@ def run_warm_start(run: Run, start: Start) -> bool:
     assert data is not None
     optimizer = run.policy.optimizer
     lr, schedule = optimizer.base_lr, optimizer.schedule
-    optimizer.restart(settings.lr, None)
+    optimizer.restart(settings.lr, schedule=None)  # a constant rate, without moments; resuming loads saved ones
     with _warm_start_checkpoints(run) as checkpoints:
         progress = _resume_warm_start(run, start, checkpoints, data)
         while not progress.done:
             run.log.display.phase("warm start", progress.taken, settings.steps)
             _take_warm_start_step(run, data, progress)
             stopping = run.on_any_rank(run.stop.requested)
-            must_retry_save = has_save_failed(run, checkpoints)
-            if progress.done or stopping or must_retry_save or progress.taken % run.config.checkpoint.every == 0:
+            save_failed = has_save_failed(run, checkpoints)  # then save again now, not at the next multiple of `every`
+            if progress.done or stopping or save_failed or progress.taken % run.config.checkpoint.every == 0:
                 _save_warm_start(run, checkpoints, data, progress)
             if stopping:
                 checkpoints.wait()
                 run.log.note(f"asked to stop: saved after {progress.taken} of {settings.steps} steps of the warm start")
                 return False
     run.log.display.end_phase()
-    optimizer.restart(lr, schedule)
+    optimizer.restart(lr, schedule)  # the RL steps begin without the moments of the warm start
     return True
 
 
@@ -250,7 +250,8 @@ def start_or_resume(run: Run, start: Start) -> int | None:
 
 def _save_base(run: Run) -> None:
     with run.policy.phases.enter("save"):
-        if run.policy.world.rank == 0:  # and the other ranks of its tensor parallel group
+        # `policy.world` counts data parallel ranks: all ranks of the first tensor parallel group save together.
+        if run.policy.world.rank == 0:
             run.progress.base_files = save_base(run.config, run.policy.full_model, run.inputs.tokenizer)
 
 

@@ -105,7 +105,7 @@ class TrainedRun:
         self.finished = run is None or run.progress.finished_steps >= config.steps  # if not, it was stopped early
         self._folder = Path(config.output).absolute()  # absolute, because a notebook may change its directory
         self._world = world
-        self._objects = objects
+        self._objects = objects  # data and functions that the program passed instead of paths
         self._run = run
         self._connection = connection  # to the other ranks
         self._is_closed = False
@@ -162,13 +162,13 @@ class TrainedRun:
         return texts
 
     def evaluate(self, data: Any = None) -> dict[str, float]:
-        """The metrics of validation, on the validation data or on all rows of other data in the same format."""
+        """Validate, and return the metrics: on the validation data, or on all rows of other data in the same format."""
         run = self._open()
         if data is not None:
-            path, rows = read_rows(data, "data")
+            source, rows = read_rows(data, "data")  # a path; or a name for data in memory, with its rows
             every_row = replace(run.config.validation, max_prompts=None)
-            config = replace(run.config, data=replace(run.config.data, validation=path), validation=every_row)
-            objects = replace(self._objects, rows={path: rows} if rows is not None else {})
+            config = replace(run.config, data=replace(run.config.data, validation=source), validation=every_row)
+            objects = replace(self._objects, rows={} if rows is None else {source: rows})
             run = replace(run, config=config, inputs=replace_validation_data(config, run.inputs, objects))
         if not run.inputs.can_validate:
             raise ValueError("the run has no validation data: pass some to evaluate()")

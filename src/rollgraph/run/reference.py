@@ -25,15 +25,19 @@ from rollgraph.run.setup import Run
 
 
 def set_reference(run: Run) -> None:
-    """Make the teacher, or else the current policy, the reference of a fresh run."""
-    folder = _saved_reference_folder(run.config)
+    """Set the reference of a fresh run: the teacher, the base under the adapters, or else the current policy.
+
+    Fills the weight slot `reference` if one is needed, and saves the weights if no folder of a model has them.
+    """
+    folder = _saved_reference_folder(run.config)  # None if a model's folder has these weights
     if run.inputs.teacher is not None:
         _load_teacher(run)
     elif run.inputs.algorithm.needs_reference and not base_is_reference(run.config):
         run.policy.weights.save("reference")
     if folder is not None:
         with run.policy.phases.enter("save"):
-            if run.policy.world.rank == 0:  # and the other ranks of its tensor parallel group
+            # `policy.world` counts data parallel ranks: all ranks of the first tensor parallel group save together.
+            if run.policy.world.rank == 0:
                 _save_reference(run, folder)
     if run.world.rank == 0:
         run.progress.reference_files = _record_reference_files(run)

@@ -185,38 +185,49 @@ def score_offline(run: Run, rollouts: Sequence[Rollout]) -> None:
 
 
 def sample_groups(run: Run, step: int) -> list[Rollout]:
-    """Sample until the algorithm has kept one group per prompt of the step. Surplus groups go to the next step."""
+    """Sample until the algorithm has kept one group per prompt of the step; returns the rollouts of these groups.
+
+    Begins with the surplus groups of the step before, and leaves its own to the next one. After MAX_ROUNDS rounds, the
+    step trains on the groups there are; if there are none, this raises.
+    """
     needed = run.config.data.prompts_per_step
     groups = run.progress.surplus_groups
     failures_before = count_failures(run.inputs)
+    groups_have_equal_rewards: list[bool] = []  # for each sampled group
     sampled: list[Rollout] = []
     rounds = 0
     dropped: list[Group] = []
-    equal_rewards: list[bool] = []  # for each sampled group
     while len(groups) < needed and rounds < MAX_ROUNDS:
         prompts = run.inputs.data.next_prompts()
         rollouts = sample_rollouts(run, prompts, seed=f"{run.config.seed}/{step}/{rounds}")
-        kept, unused = filter_groups(run, rollouts)
+        kept, newly_dropped = filter_groups(run, rollouts)
         groups = groups + kept
-        dropped += unused
-        equal_rewards += [has_equal_rewards(group) for group in group_rollouts(rollouts)]
+        dropped += newly_dropped
+        groups_have_equal_rewards += [has_equal_rewards(group) for group in group_rollouts(rollouts)]
         sampled += rollouts
         rounds += 1
     run.log.step_metrics |= {"groups/rounds": float(rounds), "groups/dropped": float(len(dropped))}
-    if equal_rewards and run.inputs.has_rewards:
-        run.log.step_metrics["groups/frac_reward_zero_std"] = sum(equal_rewards) / len(equal_rewards)
-    run.log.step_metrics |= _sampling_metrics(run, sampled)
-    run.log.step_metrics |= gather_failures(run, failures_before, len(sampled))
-    run.log.step_metrics |= gather_logged(run)
-    run.log.step_metrics |= gather_rank_times(run)
-    show_reward_failures(run)
+    if groups_have_equal_rewards and run.inputs.has_rewards:
+        fraction = sum(groups_have_equal_rewards) / len(groups_have_equal_rewards)
+        run.log.step_metrics["groups/frac_reward_zero_std"] = fraction
+    _log_sampling(run, sampled, failures_before)
     if not groups:
         why = "; ".join(run.inputs.rewards.messages.values()) or "the rewards within each group are all equal"
         raise RuntimeError(f"the algorithm kept no group of {MAX_ROUNDS} rounds of sampling: {why}")
     run.progress.surplus_groups = groups[needed:]
     training_groups = groups[:needed]
+    # Dropped groups are numbered after those that are trained on.
     run.log.dropped_rollouts = number_groups(dropped, first=len(training_groups))
     return number_groups(training_groups)
+
+
+def _log_sampling(run: Run, sampled: Sequence[Rollout], failures_before: Counter[str]) -> None:
+    """Log the metrics of sampling: of all rollouts of a step, of reward functions, and of each rank."""
+    run.log.step_metrics |= _sampling_metrics(run, sampled)
+    run.log.step_metrics |= gather_failures(run, failures_before, len(sampled))
+    run.log.step_metrics |= gather_logged(run)
+    run.log.step_metrics |= gather_rank_times(run)
+    show_reward_failures(run)
 
 
 def number_groups(groups: Sequence[Group], first: int = 0) -> list[Rollout]:

@@ -243,21 +243,25 @@ def spike_steps(curve: Curve) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
 
 
 def find_zero_learning_rate(history: History) -> Iterator[RunFinding]:
+    """A rate of 0 in the last MIN_ROWS rows: a problem while steps remain, and a warning after the last step.
+
+    It is only a warning then, because a schedule may end at 0.
+    """
     curve = history.curve("optimizer/lr")
     if curve is None:
         return
     if np.any(curve.values[-MIN_ROWS:] != 0):
         yield RunFinding("zero-learning-rate", "good", f"The learning rate is {curve.values[-1]:.3g}.")
         return
-    steps = history.number("steps")
-    is_unfinished = steps is None or history.last_step + 1 < steps
+    configured_steps = history.number("steps")
+    is_unfinished = configured_steps is None or history.last_step + 1 < configured_steps
     yield RunFinding(
         "zero-learning-rate",
         "problem" if is_unfinished else "warning",
         f"The learning rate has been 0 for the last {_trailing_zeros(curve)} rows: "
         "nothing is learned from these steps.",
-        "See optimizer.lr, optimizer.schedule and optimizer.warmup_steps; a resumed run with more `steps` has "
-        "its own schedule.",
+        "See optimizer.lr, optimizer.schedule and optimizer.warmup_steps. If you resume the run with more `steps`, "
+        "the schedule extends to the new last step.",
         [curve.evidence()],
     )
 

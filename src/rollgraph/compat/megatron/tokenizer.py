@@ -118,6 +118,7 @@ def probe_tokenizer() -> Verdict:
 
 
 def make_tokenizer_patches() -> list[Patch]:
+    """Make both names importable: both for the class that exists under one of them or, without the module, for ours."""
     module = find_module()
     if module is None:
         package, _, name = MODULE.rpartition(".")

@@ -136,6 +136,7 @@ def _translate_implementation(ledger: Ledger, key: str, model: dict[str, Any], h
 
 
 def _translate_scope(ledger: Ledger, key: str, names: list[str], impl: str) -> None:
+    """Translate the scopes of an implementation. Without any scope, it captures whole layers."""
     if impl == "full_iteration":  # in later versions, full_iteration is an implementation
         names = ["full_iteration"]
     unknown = [name for name in names if name not in OUR_SCOPES]

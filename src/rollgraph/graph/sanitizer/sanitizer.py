@@ -121,8 +121,9 @@ def _module_hooks(graphed: nn.Module | None, called_modules: Sequence[nn.Module]
 
 
 def _tensor_hooks(called_modules: Sequence[nn.Module], leaves: Iterable[Tensor]) -> Iterator[HookSite]:
+    """The hooks on leaves that require grad, with the parameter's name as owner if a called module has it."""
     names: dict[int, str] = {}
-    for root in reversed(called_modules):
+    for root in reversed(called_modules):  # the outermost module comes last, so its longer names win
         names.update((id(parameter), name) for name, parameter in root.named_parameters())
     for leaf in leaves:
         if not leaf.requires_grad:

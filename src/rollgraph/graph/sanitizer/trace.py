@@ -264,18 +264,18 @@ class EagerReference:
         return EagerRun(inputs, outputs, writes, trace.operations, rng)
 
     def run_again(self, first: EagerRun) -> EagerRun:
-        """Run once more from the state before the first run, after a replay changed that state."""
-        replayed = [(write.storage, bytes_of(write.storage).clone()) for write in first.writes]
-        rng = RngState()
+        """Repeat the first run from the state before it, and then restore what the replay since has left."""
+        after_replay = [(write.storage, bytes_of(write.storage).clone()) for write in first.writes]
+        rng_after_replay = RngState()
         try:
             for write in first.writes:
                 bytes_of(write.storage).copy_(write.before)
             first.rng.restore()
             return self.run(first.inputs)
         finally:
-            for storage, content in replayed:
+            for storage, content in after_replay:
                 bytes_of(storage).copy_(content)
-            rng.restore()
+            rng_after_replay.restore()
 
     def find_line_where(self, changed: Callable[[], bool], inputs: list[Tensor]) -> Location:
         """Run the function once more to find the line that makes `changed()` true."""

@@ -77,10 +77,12 @@ class Binding:
         )
 
     def _remember_slots(self, slots: Sequence[BoundSlot]) -> None:
+        """Prepare the slots for `check`, which runs before each replay: as few and as large comparisons as possible."""
         self._slots = slots
+        # Dictionaries of which every entry is bound.
         containers = {id(slot.container): slot.container for slot in slots if not slot.single}
         containers |= {id(container): container for container, _, _ in self._growable}
-        # One comparison for all: Python treats identical objects as equal without comparing their values.
+        # One comparison for all entries: Python treats identical objects as equal without comparing their values.
         self._containers = list(containers.values())
         self._contents = [dict(container) for container in self._containers]
         # Plain values that are the only bound entry of their container.

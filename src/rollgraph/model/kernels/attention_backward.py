@@ -58,7 +58,10 @@ def _sum_copies_kernel(
 def sum_over_copies(
     d_keys: Tensor, d_values: Tensor, tokens: Tensor, cu_rows: Tensor, cu_keys: Tensor, rows: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of `rows` keys and values from those of their copies: row i is a copy of token `tokens[i]`."""
+    """The gradients of the keys and values of `rows` tokens: the sums over their copies.
+
+    Row i of `d_keys` and of `d_values` belongs to a copy of token `tokens[i]`.
+    """
     d_keys = d_keys.contiguous()
     d_values = d_values.contiguous()
     sequences = len(cu_rows) - 1

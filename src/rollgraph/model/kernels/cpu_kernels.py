@@ -48,11 +48,12 @@ _MIN_SCORE = -np.inf
 _LOG2_E = np.float32(math.log2(math.e))
 _LN2_HIGH = np.float32(0.693359375)  # has few bits, so that its products with small integers are exact
 _LN2_LOW = np.float32(math.log(2) - 0.693359375)
-_ROUND = np.float32(1.5 * 2**23)  # adding this rounds to an integer
+_ROUND = np.float32(1.5 * 2**23)  # adding this rounds to the nearest integer, which the low bits of the sum hold
 _ROUND_BITS = np.int32(_ROUND.view(np.int32))
 _MIN_EXPONENT = np.float32(-87)  # exp of less would not be a normal number
 _MAX_EXPONENT = np.float32(87)
-_ONE, _2, _6, _24, _120, _720, _5040 = (np.float32(1 / math.factorial(n)) for n in range(1, 8))
+# 1 / n!
+_ONE, _INV_2, _INV_6, _INV_24, _INV_120, _INV_720, _INV_5040 = (np.float32(1 / math.factorial(n)) for n in range(1, 8))
 
 
 def _exp(x: Any) -> Any:
@@ -68,18 +69,18 @@ def _exp_of_type(x):
 
 @compiled
 def _exp_by_series(x):
-    """2 to the power of an integer, times a short series."""
+    """exp(x) in fp32 for x <= 0: with x = n ln 2 + r, it is 2^n times the Taylor series of exp(r)."""
     x = _MIN_EXPONENT if x < _MIN_EXPONENT else x
     shifted = x * _LOG2_E + _ROUND
-    integer = shifted - _ROUND
-    remainder = (x - integer * _LN2_HIGH) - integer * _LN2_LOW
-    exponent = np.float32(shifted).view(np.int32) - _ROUND_BITS + np.int32(127)
-    power = np.int32(exponent << np.int32(23)).view(np.float32)
-    series = _5040 * remainder + _720
-    series = series * remainder + _120
-    series = series * remainder + _24
-    series = series * remainder + _6
-    series = series * remainder + _2
+    n = shifted - _ROUND
+    remainder = (x - n * _LN2_HIGH) - n * _LN2_LOW  # ln 2 in two pieces, so that little cancels
+    exponent = np.float32(shifted).view(np.int32) - _ROUND_BITS + np.int32(127)  # n with the bias of fp32
+    power = np.int32(exponent << np.int32(23)).view(np.float32)  # 2^n, built from its bits
+    series = _INV_5040 * remainder + _INV_720
+    series = series * remainder + _INV_120
+    series = series * remainder + _INV_24
+    series = series * remainder + _INV_6
+    series = series * remainder + _INV_2
     series = series * remainder + _ONE
     return (series * remainder + _ONE) * power
 

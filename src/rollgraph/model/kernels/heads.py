@@ -170,7 +170,7 @@ def _launch(
     qkv: Tensor, cos: Tensor, sin: Tensor, weights: tuple[Tensor, Tensor] | None, eps: float, slots: Tensor | None,
     q: Tensor, k: Tensor, v: Tensor, key_stride: int, heads: int, kv_heads: int, pdl: bool = False,
 ) -> None:  # fmt: skip
-    q_weight, k_weight = weights or (qkv, qkv)
+    q_weight, k_weight = weights or (qkv, qkv)  # a kernel needs some pointer, and does not read this one
     triggers_pdl = supports_pdl(qkv.device)
     waits = pdl and triggers_pdl
     _heads_kernel[(qkv.shape[0],)](

@@ -200,6 +200,7 @@ def _swiglu_backward_kernel(
     d_out, base_and_xa, b, scale, d_base_and_xa, rows, width, stride, b_width, GATE: tl.constexpr, UP: tl.constexpr,
     RANK: tl.constexpr, DEPTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """A tile of the gradients of gate and of up, given that of silu(gate) * up. Computes gate and up again."""
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     gate, up = _gate_and_up(

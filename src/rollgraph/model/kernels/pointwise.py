@@ -205,8 +205,14 @@ def _add_norm_kernel(
 
 @triton.jit
 def _add_norm_backward_kernel(
-    d_out, d_stream, x, weight, scales, d_x, d_weights, rows, rows_per_program, width, WIDTH: tl.constexpr
+    d_out, d_stream, stream, weight, scales, d_x, weight_partials, rows, rows_per_program, width, WIDTH: tl.constexpr
 ):  # fmt: skip
+    """The gradients of `stream` = x + update and of out = norm(stream) * weight.
+
+    `d_stream` is the part of the stream's gradient that does not come through the norm. `d_x` is the whole gradient of
+    the stream, which x and update share. `scales` has 1 / RMS of each row. A program takes consecutive rows, and writes
+    its part of the weight's gradient to one row of `weight_partials`.
+    """
     program, column = tl.program_id(0), tl.arange(0, WIDTH)
     inside = column < width
     begin = program * rows_per_program
@@ -215,15 +221,15 @@ def _add_norm_backward_kernel(
     d_weight = tl.zeros((WIDTH,), tl.float32)
     for row in range(begin, tl.minimum(begin + rows_per_program, rows)):
         scale = tl.load(scales + row)
-        unit = tl.load(x + offset, mask=inside, other=0.0).to(tl.float32) * scale
+        normed = tl.load(stream + offset, mask=inside, other=0.0).to(tl.float32) * scale
         gradient = tl.load(d_out + offset, mask=inside, other=0.0).to(tl.float32)
-        d_weight += gradient * unit
-        gradient = gradient * w
-        total = scale * (gradient - unit * (tl.sum(gradient * unit, 0) / width))
-        total += tl.load(d_stream + offset, mask=inside, other=0.0).to(tl.float32)
-        tl.store(d_x + offset, total.to(d_x.dtype.element_ty), mask=inside)
+        d_weight += gradient * normed
+        d_normed = gradient * w
+        d_row = scale * (d_normed - normed * (tl.sum(d_normed * normed, 0) / width))
+        d_row += tl.load(d_stream + offset, mask=inside, other=0.0).to(tl.float32)
+        tl.store(d_x + offset, d_row.to(d_x.dtype.element_ty), mask=inside)
         offset += width
-    tl.store(d_weights + program * width + column, d_weight, mask=inside)
+    tl.store(weight_partials + program * width + column, d_weight, mask=inside)
 
 
 class AddNorm(torch.autograd.Function):
@@ -261,14 +267,14 @@ class AddNorm(torch.autograd.Function):
         rows_per_program = triton.cdiv(rows, _PROGRAMS)
         programs = triton.cdiv(rows, rows_per_program)
         d_x = torch.empty_like(stream)
-        d_weights = torch.empty((programs, 1, width), dtype=torch.float32, device=stream.device)
+        weight_partials = torch.empty((programs, 1, width), dtype=torch.float32, device=stream.device)
         _add_norm_backward_kernel[(programs,)](
-            d_out.contiguous(), d_stream.contiguous(), stream, weight, scales, d_x, d_weights, rows, rows_per_program,
-            width, WIDTH=block, num_warps=_warps(block),
+            d_out.contiguous(), d_stream.contiguous(), stream, weight, scales, d_x, weight_partials, rows,
+            rows_per_program, width, WIDTH=block, num_warps=_warps(block),
         )  # fmt: skip
         d_weight = None
         if ctx.needs_input_grad[2]:
-            (d_weight,) = sum_or_accumulate([ctx.weight], d_weights)
+            (d_weight,) = sum_or_accumulate([ctx.weight], weight_partials)
         return d_x, d_x, d_weight, None, None
 
 
@@ -287,6 +293,7 @@ def _swiglu_kernel(gate_up, out, width, TILE: tl.constexpr, WAITS: tl.constexpr,
 
 @triton.jit
 def _swiglu_backward_kernel(d_out, gate_up, d_gate_up, width, TILE: tl.constexpr):
+    """The gradients of gate and of up in a tile of one row, given that of silu(gate) * up."""
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * TILE + tl.arange(0, TILE)
     inside = column < width
     gate = tl.load(gate_up + row * 2 * width + column, mask=inside, other=0.0).to(tl.float32)
@@ -301,15 +308,19 @@ def _swiglu_backward_kernel(d_out, gate_up, d_gate_up, width, TILE: tl.constexpr
 
 
 class SwiGLU(torch.autograd.Function):
-    """See `layers.swiglu`."""
+    """silu(gate) * up, for `layers.swiglu`.
+
+    The output has `padded_rows` rows, so that a padded GEMM after it needs no copy. Rows past those of the input are
+    never written. `pdl` says that the kernel before triggers programmatic dependent launch.
+    """
 
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor, padded: int, pdl: bool) -> Tensor:
+    def forward(ctx: Any, gate_up: Tensor, padded_rows: int, pdl: bool) -> Tensor:
         gate_up = gate_up.contiguous()
         rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-        out = torch.empty((padded, width), dtype=gate_up.dtype, device=gate_up.device)
-        triggers_pdl = supports_pdl(gate_up.device)
-        waits = pdl and triggers_pdl
+        out = torch.empty((padded_rows, width), dtype=gate_up.dtype, device=gate_up.device)
+        triggers_pdl = supports_pdl(gate_up.device)  # the next kernel may always start early, if the device can
+        waits = pdl and triggers_pdl  # this one may have started early, so it waits for the results of the one before
         _swiglu_kernel[(rows, triton.cdiv(width, _TILE))](
             gate_up, out, width, TILE=_TILE, WAITS=waits, TRIGGERS_PDL=triggers_pdl, launch_pdl=waits
         )

@@ -84,7 +84,7 @@ def load_adapter(model: Decoder, folder: str | os.PathLike[str]) -> None:
                 source = source.narrow(shard.axis, shard.start, shard.stop - shard.start)
             if source.shape != tensor.shape:
                 raise AdapterFileError(f"{name} changed while the adapter was loaded", location=str(folder))
-            copies.append((tensor, source.to(tensor.dtype, copy=True)))  # safetensors maps the file
+            copies.append((tensor, source.to(tensor.dtype, copy=True)))  # a copy: `source` is a view of the mapped file
     with torch.no_grad():
         for tensor, source in copies:
             tensor.copy_(source)

@@ -187,14 +187,15 @@ class _Staging(threading.local):
 
 
 def _read(descriptor: int, piece: Transfer, into: Tensor) -> None:
-    """Fill host memory with the bytes of a piece."""
+    """Fill host memory with the bytes of a piece: in one read or, with a stride, row by row."""
     memory: memoryview = into.view(-1).view(torch.uint8).numpy().data
     if not piece.stride:
         _read_at(descriptor, piece, piece.offset, memory)
         return
-    row = len(memory) // len(into)
-    for index in range(len(into)):
-        _read_at(descriptor, piece, piece.offset + index * piece.stride, memory[index * row : (index + 1) * row])
+    row_nbytes = len(memory) // len(into)
+    for row in range(len(into)):
+        row_memory = memory[row * row_nbytes : (row + 1) * row_nbytes]
+        _read_at(descriptor, piece, piece.offset + row * piece.stride, row_memory)
 
 
 def _read_at(descriptor: int, piece: Transfer, offset: int, memory: memoryview) -> None:

@@ -253,7 +253,8 @@ class Collectives:
                 self.liveness.check()
                 call(output, input, group=self._world.group)
             return
-        self._start(_IN_LAYER, call, output, input, counts_as_progress=False)()
+        wait = self._start(_IN_LAYER, call, output, input, counts_as_progress=False)
+        wait()
 
     def _all_gather_now(self, tensor: Tensor, what: str, counts_as_progress: bool = True) -> Tensor:
         """The concatenated tensors of all ranks."""

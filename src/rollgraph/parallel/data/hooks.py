@@ -210,7 +210,10 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 class ModelHooks:
-    """The hooks on `model` for the tensors that are gathered. `units` are the layers of a ring, if any."""
+    """The hooks on `model` for the tensors that are gathered. `units` are the layers of a ring, if any.
+
+    `hooks` gather and reduce, and can be paused. Guards only check, so they stay during a pause.
+    """
 
     def __init__(self, model: nn.Module, actions: HookActions, units: Sequence[nn.Module] = ()) -> None:
         self._model = model
@@ -218,7 +221,7 @@ class ModelHooks:
         self._actions = actions
         self._units = {unit: [p for p in unit.parameters() if p in self._managed] for unit in units}
         self.hooks = HookSet(model, self._choose_hooks)
-        self._guards = HookSet(model, self._choose_guards)  # never paused: they only check
+        self._guards = HookSet(model, self._choose_guards)
         before_state_dict = InertWhenCopied(lambda module, prefix, keep_vars: actions.before_state_dict())
         before_load = InertWhenCopied(lambda *arguments: actions.before_load_state_dict())
         before_forward = InertWhenCopied(lambda module, args: self.cover_module_tree())
@@ -257,16 +260,31 @@ class ModelHooks:
         tensors = (*module._parameters.values(), *module._buffers.values())
         return [tensor for tensor in tensors if tensor is not None and tensor in self._managed]
 
+    def _tensors_at_call(self, module: nn.Module, registered: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The tensors that a call of a module reads. `registered` are those it had when its hooks were registered.
+
+        During a capture, other tensors temporarily replace the module's: then it reads the memory of `registered`.
+        """
+        if module in self._units:
+            return registered
+        return self._managed_tensors(module) or registered
+
+    def _needs_hooks(self, module: nn.Module, tensors: Sequence[Tensor]) -> bool:
+        """Whether a module with these gathered tensors needs hooks.
+
+        The model itself always does: its forward covers the module tree, and would register a hook of its own too late.
+        """
+        return bool(tensors) or module is self._model
+
     def _choose_hooks(self, name: str, module: nn.Module) -> dict[Any, Callable[..., Any]]:
         if module in self._units:
             return self._hooks_of_unit(self._units[module])
         tensors = self._managed_tensors(module)
-        if not tensors and module is not self._model:
+        if not self._needs_hooks(module, tensors):
             return {}
 
         def gather(module: nn.Module, args: Any) -> None:
-            # During a capture, other tensors temporarily replace the module's, so fall back on those from above.
-            self._actions.ensure_gathered(self._managed_tensors(module) or tensors)
+            self._actions.ensure_gathered(self._tensors_at_call(module, tensors))
 
         return {"forward_pre": gather, "gradient": self._actions.gradients.accumulate}
 
@@ -284,20 +302,18 @@ class ModelHooks:
         }
 
     def _choose_guards(self, name: str, module: nn.Module) -> dict[Any, Callable[..., Any]]:
-        tensors = self._managed_tensors(module)
-        if not tensors and module is not self._model and module not in self._units:
+        """Checks that refuse to run a module with stale tensors while the hook that gathers them is off or paused."""
+        is_unit = module in self._units
+        tensors = self._units[module] if is_unit else self._managed_tensors(module)
+        if not self._needs_hooks(module, tensors):
             return {}
 
         def check(module: nn.Module, args: Any) -> None:
             if module not in self.hooks:  # otherwise its hook gathers, before or after this check
-                self._actions.gathers.raise_if_stale(self._managed_tensors(module) or tensors)
+                self._actions.gathers.raise_if_stale(self._tensors_at_call(module, tensors))
 
-        def check_unit(module: nn.Module, args: Any) -> None:
-            if module not in self.hooks:
-                self._actions.gathers.raise_if_stale(self._units[module])
-
-        if module in self._units:
-            return {"forward_pre": check_unit, "backward_pre": check_unit}
+        if is_unit:
+            return {"forward_pre": check, "backward_pre": check}
         return {"forward_pre": check}
 
     def graph_hooks(self, module: nn.Module) -> GraphHooks:

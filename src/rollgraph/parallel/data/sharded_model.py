@@ -295,10 +295,10 @@ class ShardedModel:
         self.wait_for_gathers()
         self.gathers.update_shards()
 
-    def before_swap(self) -> None:
-        """Call this on all ranks before the `resident` parameters of each bucket are swapped for other weights.
+    def before_resident_access(self) -> None:
+        """Call this on all ranks before the `resident` parameters of the buckets are copied, or swapped for others.
 
-        Afterwards, call `gathers.after_writing()` on all ranks.
+        After a swap, call `gathers.after_writing()` on all ranks.
         """
         self._before_blocking()
         self.wait_for_gathers()

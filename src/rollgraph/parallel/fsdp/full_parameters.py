@@ -54,9 +54,10 @@ class FullParameters:
         self._collectives = collectives
         self._memory: dict[Unit, list[Tensor]] = {}
         self._versions: dict[Unit, int] = {}  # of the layers that are in it
+        # The memo of `deepcopy`, by id: the objects that the copy has in place of copies. `deepcopy` adds the modules.
         replacements: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
         for unit in ring.layers:
-            parameters = iter(unit.parameters)
+            parameters = iter(unit.parameters)  # in the order of the slots of their buckets
             self._memory[unit] = [_allocate(allocate, bucket, ring) for bucket in unit.buckets]
             for bucket, memory in zip(unit.buckets, self._memory[unit], strict=True):
                 for slot in bucket.plan.slots:

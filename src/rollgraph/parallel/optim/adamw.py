@@ -77,7 +77,7 @@ class ShardedAdamW:
         self.skipped = torch.zeros((), device=device)  # the number of skipped steps
         self.updates = torch.zeros((), device=device)  # the number of other steps
         self._found_inf = torch.zeros((), device=device)  # 1 if a gradient of this step is not finite, on any rank
-        self.steps = 0
+        self.steps = 0  # of the schedule: all steps, skipped ones included
         self._buckets = [bucket for bucket in model.flat.buckets if bucket.gradients is not None]
         self._check_gradients()
         numels = [bucket.plan.shard_numel for bucket in self._buckets]
@@ -138,7 +138,7 @@ class ShardedAdamW:
         if self.schedule is not None:
             self.lr.fill_(self.base_lr * self.schedule(self.steps))
         self.check_finite(loss)
-        self._model.wait_for_gathers()
+        self._model.wait_for_gathers()  # again: before they wait for each other in the check, ranks start gathers
         self.state.wait_for_reader()
         self.steps += 1  # before anything changes: an unchanged count means unchanged weights and moments
         self.update()

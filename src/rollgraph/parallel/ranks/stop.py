@@ -133,7 +133,7 @@ class StopSignals:
     def in_steps(self, *, setup_follows: bool = False) -> Iterator[None]:
         """Inside, a signal only requests a stop: the loop over steps checks `requested` after each step.
 
-        After this context comes the end of the run or, if `setup_follows`, more set-up.
+        After this context comes the end of the run or, if `setup_follows`, more set-up. After an error, the run ends.
         """
         self._in_setup = False
         self._in_steps = True

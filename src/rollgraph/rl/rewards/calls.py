@@ -81,6 +81,7 @@ async def run_for(coroutine: Coroutine[Any, Any, T], timeout: float) -> asyncio.
 
 
 async def _run_with_timeout(coroutine: Coroutine[Any, Any, Any], timeout: float) -> Any:
+    """The result of a coroutine; a Failure if it raised or took longer than `timeout` seconds."""
     task = await run_for(coroutine, timeout)
     if not task.done():
         return Failure("timeout", f"no result after {timeout} s")

@@ -73,7 +73,10 @@ _GRACE_SECONDS = 5.0  # for a worker to cancel coroutines itself, before it is k
 
 
 class RewardWorkers:
-    """Calls functions in the `count` processes of a pool, with a time-out for each call."""
+    """Calls functions in the `count` processes of a pool, with a time-out for each call.
+
+    The workers load the functions from `specs`. `rewards` are the same functions in this process; they are not called.
+    """
 
     def __init__(
         self,
