@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 
 # Parts of kernel names, by kind; the first match counts.
 KINDS = {
-    "products": ("gemm", "nvjet", "cutlass", "_matmul_kernel"),
+    "GEMMs": ("gemm", "nvjet", "cutlass", "_matmul_kernel"),
     "attention, backward": ("_query_kernel", "_key_kernel", "_sum_copies_kernel"),
     "attention": ("_packed_kernel", "_decode_kernel"),
     "SwiGLU": ("swiglu",),
