@@ -72,7 +72,7 @@ TASKS = {
 }
 GENERATE = "generate"
 
-# Files of a model folder: those that both systems read, and those that name the end token.
+# Files of a model folder: the suffixes to link, and the files that name the end token.
 MODEL_FILES = (".json", ".jinja", ".safetensors")
 ENDS = ("config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json")
 

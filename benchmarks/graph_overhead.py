@@ -131,7 +131,7 @@ def measure_replay(peer: Callable[..., Any], device: str) -> None:
 
 
 def used_memory(build: Callable[[], object]) -> float:
-    """Return the device memory, in MiB, that building and running takes."""
+    """Return the device memory, in MiB, that is still in use after building and running."""
     gc.collect()
     torch.cuda.empty_cache()
     synchronize()

@@ -59,7 +59,7 @@ def plain_swiglu(gate_up: Tensor) -> Tensor:
 
 
 def liger() -> dict[str, Operation]:
-    """Adapt Liger's kernels to our arguments. Its rotary kernel takes heads first, and cosines of full width."""
+    """Adapt Liger's kernels to our arguments. Its rotary kernel takes heads first, and cosines as wide as a head."""
     try:
         from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction
         from liger_kernel.ops.rope import LigerRopeFunction

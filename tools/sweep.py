@@ -38,7 +38,7 @@ class Run:
 
     instructions: str
     threads: int
-    seed: int | None = None  # seed of a random test order; None: file order
+    seed: int | None = None  # seed of a random test order; None: pytest's order
     load: bool = False
     unprivileged: bool = False
 
