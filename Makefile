@@ -1,5 +1,5 @@
-# Every target works on a fresh machine with Python 3.11 to 3.13: it creates .venv first if need be. Those that train
-# need rollgraph alone (ENV), and those that work on its code the extra `dev`, too (DEV).
+# Every target works on a fresh machine with Python 3.11 to 3.13: it creates .venv first if needed. Targets that train
+# need only rollgraph (ENV); targets that work on its code also need the extra `dev` (DEV).
 # To run in an environment of your own instead (say, one with a CUDA build): make test-gpu PY=python3
 PYTHON ?= python3
 PY     ?= .venv/bin/python
@@ -9,8 +9,8 @@ OWN    := $(filter .venv/bin/python,$(PY))
 ENV    := $(if $(OWN),.venv/.installed)
 DEV    := $(if $(OWN),.venv/.dev)
 
-# Where PyTorch comes from: on Linux without an NVIDIA GPU, from the index of its builds without CUDA, which save 4 GB.
-# If that cannot be reached, or with `TORCH_INDEX=`, from the index that pip is configured with.
+# Where PyTorch comes from: on Linux without an NVIDIA GPU, from the index of its CPU builds, which saves 4 GB. If that
+# index cannot be reached, or with `TORCH_INDEX=`, from the index that pip is configured with.
 TORCH_INDEX ?= $(shell [ "$$(uname)" = Linux ] && ! nvidia-smi > /dev/null 2>&1 && echo https://download.pytorch.org/whl/cpu)
 REACHABLE = $(PYTHON) -c 'import sys, urllib.request as web; web.urlopen(sys.argv[1], timeout=5)'
 INSTALL   = .venv/bin/pip install --quiet -c constraints.txt

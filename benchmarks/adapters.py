@@ -1,9 +1,9 @@
-"""What adapters cost at the shape of Qwen2.5-1.5B: `python benchmarks/adapters.py` on a CUDA device.
+"""Measure the cost of adapters in the shape of Qwen2.5-1.5B: `python benchmarks/adapters.py` on a CUDA device.
 
-Random weights in bf16, adapters of rank 32 in all linear layers, B other than zero. In one run: a decode step with and
-without adapters at several numbers of rows, forward and backward of a microbatch with full training and with adapters,
-and how many log-probabilities of sampled tokens are, bit for bit, those of scoring and of training. `--profile` shows
-where the time of a decode step goes. `--tiny` runs it anywhere.
+Weights are random, in bf16; adapters have rank 32, in all linear layers, with nonzero B. One run times a decode step
+with and without adapters at several row counts, and forward + backward of a microbatch with full training and with
+adapters. It also counts for how many sampled tokens generation, scoring and training compute the same log-probability
+bit for bit. `--profile` shows where the time of a decode step goes. `--tiny` runs it anywhere.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def start(engine: Engine, rows: int, options: argparse.Namespace) -> list[Any]:
 
 
 def time_decode(engine: Engine, rows: int, options: argparse.Namespace) -> float:
-    """Milliseconds of a decode step while all rows run."""
+    """Return the milliseconds of a decode step while all rows run."""
     outputs = start(engine, rows, options)
     last = outputs[-1].completions[0].tokens
     begin, known = time.perf_counter(), len(last)
@@ -77,7 +77,7 @@ def time_decode(engine: Engine, rows: int, options: argparse.Namespace) -> float
 
 
 def compare_decode(options: argparse.Namespace, device: str) -> None:
-    """Alternate between both engines, and take the best of each."""
+    """Alternate between the two engines and take the best time of each."""
     plain, adapted = (make_engine(make_model(options.shape, device, spec), options) for spec in (None, options.spec))
     found = []
     for rows in options.rows:
@@ -146,7 +146,7 @@ def time_training(options: argparse.Namespace, device: str) -> None:
 
 
 def graphed(step: Callable[[], None]) -> Callable[[], None]:
-    """The step as one CUDA graph, as a run has it."""
+    """Capture the step as one CUDA graph, as a run does."""
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         for _ in range(2):
@@ -192,7 +192,7 @@ def check_agreement(options: argparse.Namespace, device: str) -> None:
     worker.capture_all({"policy": (load_algorithm("grpo").loss, False)})
     generator = torch.Generator().manual_seed(0)
     asked = []
-    for key in range(2 * rows):  # more than rows, of mixed lengths, so that the number of rows changes all the time
+    for key in range(2 * rows):  # more requests than rows, of mixed lengths, so that the row count keeps changing
         length = 1 + int(torch.randint(options.prompt, (), generator=generator))
         asked.append((torch.randint(options.shape.vocabulary, (length,), generator=generator).tolist(), key))
     found = []

@@ -1,6 +1,6 @@
-"""Run parts of a benchmark in processes of their own: what one leaves on the device must not count for the next.
+"""Run parts of a benchmark in separate processes, so that memory one leaves on the device does not count for the next.
 
-Such a process hands over what it found with `report`, as often as it likes; the rest of its output is for people.
+Such a process returns results with `report`, as often as it likes; the rest of its output is for people.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def report(found: dict[str, Any]) -> None:
 
 
 def seconds_of_process() -> float:
-    """Return how long this process has been running, with its imports where the system can say when it started."""
+    """Return how long this process has been running, including its imports if the system records its start time."""
     if not Path("/proc/self/stat").exists():
         return time.perf_counter() - _IMPORTED
     started = int(Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19])
@@ -42,10 +42,10 @@ def run_apart(
     limit_s: float | None = None,
     quiet: bool = False,
 ) -> list[dict[str, Any]]:
-    """Run a Python file and return what it reported, also if it then failed or ran past its limit.
+    """Run a Python file and return its reports, including those before a failure or a timeout.
 
-    `environment` is added to that of this process. With `quiet`, the output of a process that ended well is not shown,
-    and of another only the end.
+    `environment` extends the environment of this process. With `quiet`, a process that succeeds prints nothing, and one
+    that fails prints only the end of its output.
     """
     found = []
     lines = []

@@ -1,4 +1,4 @@
-"""Code shared by the benchmarks: tables, timing, and the model shapes that figures are for."""
+"""Code shared by the benchmarks: tables, timing and model shapes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from rollgraph.model import Architecture, Decoder, Rope
 
-# Measured ceilings of one NVIDIA H200: a device-to-device copy, and a matrix product in bf16.
+# Measured ceilings of one NVIDIA H200: a device-to-device copy, and a GEMM in bf16.
 BYTES_PER_SECOND = 4.28e12
 FLOPS_PER_SECOND = 785e12
 
@@ -46,7 +46,7 @@ QWEN_7B = Architecture(
 
 
 def transformers_config(architecture: Architecture) -> Any:
-    """Return the same shape as a configuration of `transformers`, which is also what vLLM and TRL read."""
+    """Return the same shape as a `transformers` configuration, which vLLM and TRL read, too."""
     from transformers import Qwen2Config
 
     a = architecture
@@ -88,7 +88,7 @@ def device_time(run: Callable[[], object], repeats: int = 20) -> float:
 
 
 def sample_without_flashinfer() -> None:
-    """Where FlashInfer is not installed, tell vLLM, before it is imported, that its sampler has to do without."""
+    """If FlashInfer is not installed, tell vLLM's sampler to do without it. Call this before importing vLLM."""
     if find_spec("flashinfer") is None:
         os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
 

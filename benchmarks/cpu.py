@@ -1,17 +1,17 @@
 """Time GRPO steps and a cold `generate` on a CPU, beside TRL and transformers: `python benchmarks/cpu.py`.
 
-| task | what |
+| task | what it does |
 |---|---|
 | `tiny` | 2 layers of width 64, 16 prompts x 8 samples of 6 tokens, one thread |
 | `quickstart` | the step of the starter `quickstart`: 64 x 8 samples of 5 tokens, two updates, one thread |
 | `real` | the model of `--model` in fp32: 4 x 4 samples of 32 tokens, all cores, default settings |
 | `generate` | the model of `--model` in bf16, in a new process: 30 tokens in, 24 out, all cores |
 
-Both systems get the same weights, prompts, lengths, threads, rewards and optimizer. Every measurement is a process of
-its own; the systems take turns, and the median of `--repeats` processes counts, as does the median of later steps.
-Seconds of the wall clock start with the process; seconds of CPU are of all threads, for Python and the system.
+Both systems get the same weights, prompts, lengths, threads, rewards and optimizer. Every measurement is a separate
+process, and the systems take turns. A figure is the median of `--repeats` processes and, within each, the median of the
+steps after the first. Wall time starts with the process; CPU time is user and system time, summed over all threads.
 
-The peer needs TRL and transformers: `--peer-python` names another Python that has them.
+The peer needs TRL and transformers: `--peer-python` names a Python that has them.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from apart import report, run_apart, seconds_of_process
 SYSTEMS = ("rollgraph", "peer")
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 FIRST, LATER, COLD = "start to first step", "a later step", "start to last token"
-STARTED = seconds_of_process() - time.perf_counter()  # add perf_counter(): its clock is finer
+STARTED = seconds_of_process() - time.perf_counter()  # add perf_counter(), whose clock is finer
 QUESTIONS = 256
 PROMPT, NEW = 30, 24  # tokens of `generate`
 
 
 @dataclass(frozen=True)
 class Task:
-    """A GRPO step: prompts x samples of `new` tokens each, and so many optimizer steps."""
+    """A GRPO step: prompts x samples of `new` tokens each, and a number of optimizer steps."""
 
     model: dict[str, int] | None  # of random weights; None: the model of --model
     prompts: int
@@ -72,16 +72,16 @@ TASKS = {
 }
 GENERATE = "generate"
 
-# Files of a model folder: those that any part of it reads, and those that say which token ends a completion.
+# Files of a model folder: the suffixes to link, and the files that name the end token.
 MODEL_FILES = (".json", ".jinja", ".safetensors")
 ENDS = ("config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json")
 
 
-# -- what both systems are given -------------------------------------------------------------------
+# -- inputs of both systems ------------------------------------------------------------------------
 
 
 def write_tiny(task: Task, folder: Path) -> None:
-    """Write random weights, and a tokenizer that makes a token of each byte."""
+    """Write random weights, and a tokenizer that turns each byte into a token."""
     import torch
 
     from rollgraph.model import Architecture, Decoder, save_model
@@ -97,7 +97,7 @@ def write_tiny(task: Task, folder: Path) -> None:
 
 
 def link_without_end(model: Path, folder: Path) -> None:
-    """Link a model whose end token is one that it never writes, so that completions have exactly as many tokens."""
+    """Link a model with an end token that it never writes, so that completions have exactly the maximum length."""
     unused = json.loads((model / "tokenizer.json").read_text(encoding="utf-8"))["added_tokens"][-1]
     end = {"eos_token": unused["content"], "eos_token_id": unused["id"]}
     for path in model.iterdir():
@@ -118,7 +118,7 @@ def questions(chat: bool) -> list[dict[str, Any]]:
 
 
 def text_of(tokens: int, folder: str) -> str:
-    """Return a text of so many tokens."""
+    """Return a text of this many tokens."""
     from rollgraph.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(folder)
@@ -130,16 +130,16 @@ def text_of(tokens: int, folder: str) -> str:
 
 
 def share_of_even(completions: list[Any], **_: Any) -> list[float]:
-    """Reward the share of bytes that are even: it differs within a group, so that there is something to learn."""
+    """Reward the share of even bytes: it differs within a group, so there is something to learn."""
     texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
     return [sum(byte % 2 == 0 for byte in text.encode()) / max(1, len(text.encode())) for text in texts]
 
 
-# -- measurements, each in a process of its own ----------------------------------------------------
+# -- measurements, each in a separate process ------------------------------------------------------
 
 
 class Clock:
-    """Notes when steps end, and reports and leaves at the last: what a system saves afterwards does not count."""
+    """Notes when steps end. After the last one, it reports and exits, so that saving at the end does not count."""
 
     def __init__(self, steps: int, name: str) -> None:
         self._left = 1 + steps
@@ -159,7 +159,7 @@ class Clock:
 
 
 def seconds() -> tuple[float, float]:
-    """Return the seconds since this process started, and those that its threads and processes spent."""
+    """Return the wall seconds since this process started, and the CPU seconds of its threads and child processes."""
     times = os.times()
     return STARTED + time.perf_counter(), time.process_time() + times.children_user + times.children_system
 
@@ -206,7 +206,7 @@ def rollgraph_steps(task: Task, folder: str) -> None:
 
 
 def peer_steps(task: Task, folder: str) -> None:
-    """Train with TRL, in one microbatch for each update and without recomputation, which is its fastest here."""
+    """Train with TRL at its fastest here: one microbatch for each update, without recomputation."""
     from datasets import Dataset
     from transformers import AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
@@ -287,11 +287,11 @@ def measure(system: str, name: str, folder: str, text: str) -> None:
         steps(TASKS[name], folder)
 
 
-# -- all of them, and the table --------------------------------------------------------------------
+# -- all tasks and their table ---------------------------------------------------------------------
 
 
 def prepare(name: str, model: str | None, folder: Path) -> str:
-    """Write what both systems load, and return where it is."""
+    """Write the folder that both systems load, and return its path."""
     if name == GENERATE:
         return str(model)
     folder.mkdir()
@@ -326,7 +326,7 @@ def compare(name: str, folder: str, options: argparse.Namespace) -> dict[str, li
 
 
 def rows_of(name: str, reports: dict[str, list[dict[str, Any]]]) -> list[str]:
-    """Return a row of the page for each figure of a task, with "-" for a system that did not come to its end."""
+    """Return a table row for each figure of a task, with "-" for a system that did not finish."""
     rows = []
     for what in (COLD,) if name == GENERATE else (FIRST, LATER):
         pairs = [[seen["figures"][what] for seen in reports[system]] for system in SYSTEMS]
@@ -345,9 +345,9 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=[*TASKS, GENERATE], default=[*TASKS, GENERATE], help="tasks")
     parser.add_argument("--repeats", type=int, default=3, help="processes for each measurement")
     parser.add_argument("--peer-python", default=sys.executable, help="a Python with TRL and transformers")
-    parser.add_argument("--model", help="folder of the real model; without it, `real` and `generate` are left out")
-    parser.add_argument("--limit-s", type=float, default=900, help="seconds that one process may take")
-    parser.add_argument("--measure", nargs=4, help=argparse.SUPPRESS)  # what a process of its own is started with
+    parser.add_argument("--model", help="folder of the real model; without it, `real` and `generate` are skipped")
+    parser.add_argument("--limit-s", type=float, default=900, help="time limit of one process, in seconds")
+    parser.add_argument("--measure", nargs=4, help=argparse.SUPPRESS)  # arguments of a measuring process
     options = parser.parse_args()
     if options.measure:
         measure(*options.measure)

@@ -1,9 +1,9 @@
-"""Whether generation and training agree, and what it costs: `python benchmarks/exactness.py` on a CUDA device.
+"""Check that generation and training agree, and measure the cost: `python benchmarks/exactness.py` on a CUDA device.
 
 For each model shape, with random weights in bf16, requests of mixed lengths start and end at different times, some
-share a prompt, and long prompts are prefilled in chunks. The log-probability of every sampled token is compared, bit
-for bit, with the one that scoring computes, before and after updates. Then the time of a decode step, with products as
-the probe chose them (`exact: auto`) and as the library has them (`exact: off`). `--tiny` runs it anywhere.
+share a prompt, and long prompts are prefilled in chunks. The log-probability of every sampled token is compared bit for
+bit with the one that scoring computes, before and after updates. Then a decode step is timed with autotuned GEMMs
+(`exact: auto`) and with the library's default GEMMs (`exact: off`). `--tiny` runs it anywhere.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ SHAPES = {
 
 
 def decoder(architecture: Architecture, device: str) -> Decoder:
-    """A model with random weights that are large enough to prefer some tokens."""
+    """Create a model whose random weights are large enough to prefer some tokens."""
     torch.manual_seed(0)
     with torch.device(device):
         model = Decoder(architecture)
@@ -74,12 +74,12 @@ def make_worker(architecture: Architecture, options: argparse.Namespace, device:
 
 
 def requests(vocabulary: int, options: argparse.Namespace) -> list[tuple[list[int], int]]:
-    """Prompts of all lengths that leave room for new tokens. Every fourth one is shared by four samples."""
+    """Create prompts of all lengths that leave room for new tokens. Every fourth prompt has four samples."""
     generator = torch.Generator().manual_seed(0)
     found: list[tuple[list[int], int]] = []
     while len(found) < options.requests:
         most = options.context - options.new
-        share = torch.rand((), generator=generator).item() ** 3  # more short ones than long ones
+        share = torch.rand((), generator=generator).item() ** 3  # more short prompts than long ones
         length = most if not found else 1 + int((most - 1) * share)
         prompt = torch.randint(vocabulary, (length,), generator=generator).tolist()
         found += [(prompt, len(found) + copy) for copy in range(4 if len(found) % 4 == 0 else 1)]
@@ -89,7 +89,7 @@ def requests(vocabulary: int, options: argparse.Namespace) -> list[tuple[list[in
 def compare(
     worker: PolicyWorker, asked: list[tuple[list[int], int]], seed: str
 ) -> tuple[int, int, float, list[Sample]]:
-    """How many tokens were sampled, how many are equal, the largest difference, and the samples."""
+    """Return how many tokens were sampled, how many are equal, the largest difference, and the samples."""
     samples = []
     for (prompt, key), turn in zip(asked, worker.generate(asked, seed=seed), strict=True):
         count = len(turn.tokens)
@@ -127,7 +127,7 @@ def check(name: str, architecture: Architecture, options: argparse.Namespace, de
 
 
 def time_decode(architecture: Architecture, rows: int, exact: bool, device: str) -> float:
-    """Milliseconds of a decode step, with prompts of 128 tokens."""
+    """Return the milliseconds of a decode step, with prompts of 128 tokens."""
     model = decoder(architecture, device)
     engine = Engine(model, rows=rows, max_length=256, cache_bytes=8 << 30, filters=False, exact=exact)
     prompts = torch.randint(architecture.vocabulary, (rows, 128), generator=torch.Generator().manual_seed(0)).tolist()
@@ -152,11 +152,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="*", choices=list(SHAPES), default=list(SHAPES)[:4], help="model shapes")
     parser.add_argument(
-        "--layers", type=int, help="use only so many layers: a 7B model does not fit with its optimizer"
+        "--layers", type=int, help="use only this many layers: a 7B model does not fit with its optimizer"
     )
     parser.add_argument("--rows", type=int, default=512, help="sequences that decode at the same time")
     parser.add_argument("--requests", type=int, default=600)
-    parser.add_argument("--context", type=int, default=1024, help="the longest prompt with its completion")
+    parser.add_argument("--context", type=int, default=1024, help="longest prompt with its completion, in tokens")
     parser.add_argument("--new", type=int, default=64, help="tokens to sample for each request")
     parser.add_argument("--bucket", type=int, default=16384, help="tokens of a microbatch")
     parser.add_argument("--prefill", type=int, default=2048, help="tokens of a prefill step")
@@ -181,7 +181,7 @@ def main() -> None:
             architecture = replace(architecture, layers=options.layers, windows=kept)
         rows.append(check(name, architecture, options, device))
         gc.collect()
-    header = ("", "tokens", "equal", "largest difference", "largest ratio in training", "probe, s")
+    header = ("", "tokens", "equal", "largest difference", "largest ratio in training", "autotuning, s")
     table(f"sampled against scored, temperature {options.temperature}", header, rows)
     if options.decode:
         timed = []

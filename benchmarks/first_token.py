@@ -1,7 +1,7 @@
 """Time the first token of a cold `rollgraph generate` on a GPU: `python benchmarks/first_token.py`.
 
-The model has random bf16 weights in the shape of Qwen2.5-1.5B. Each start is a process of its own. The first one finds
-no compiled kernels and no choice of matrix products; the later ones find what it has left on disk.
+The model has random bf16 weights in the shape of Qwen2.5-1.5B. Each start is a separate process. The first one has to
+compile kernels and autotune GEMMs; the later ones find its results on disk.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def write(folder: Path) -> None:
 
 
 def start(folder: str) -> None:
-    """Generate one token, and report when the weights were loaded and when the token was there."""
+    """Generate one token, and report when the weights were loaded and when the token was ready."""
     from rollgraph.cli import main as rollgraph
     from rollgraph.run.model_source import StoredModel
 
@@ -50,8 +50,8 @@ def start(folder: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--starts", type=int, default=3, help="how often to start; the first finds empty caches")
-    parser.add_argument("--measure", help=argparse.SUPPRESS)  # what a process of its own is started with
+    parser.add_argument("--starts", type=int, default=3, help="number of starts; the first has empty caches")
+    parser.add_argument("--measure", help=argparse.SUPPRESS)  # arguments of a measuring process
     options = parser.parse_args()
     if options.measure:
         start(options.measure)

@@ -1,12 +1,12 @@
-"""Time generation at the shape of Qwen2.5-1.5B: `python benchmarks/generate.py` on a machine with a CUDA device.
+"""Time generation in the shape of Qwen2.5-1.5B: `python benchmarks/generate.py` on a machine with a CUDA device.
 
-Prompts have 128 tokens, each gets 64 new ones by plain temperature sampling, and weights are random bf16. A decode step
-is timed while all rows run; the time of the whole run, with prefill, is printed next to it. The same run times
-`transformers` with a static cache and compilation, and computes the floor: the larger of bytes over memory bandwidth
-and operations over the throughput of the matrix units. `--profile` shows where the time of a step goes.
+Prompts have 128 tokens and get 64 new ones by plain temperature sampling; weights are random bf16. Decode steps are
+timed while all rows run, and the whole run with its prefill is timed, too. The same run times `transformers` with a
+static cache and compilation, and computes the floor: the larger of bytes over memory bandwidth and FLOPs over the
+throughput of the matrix units. `--profile` shows where the time of a step goes.
 
-`--vllm` compares with vLLM instead, each system in processes of its own: decode steps, rollouts of 32 x 16 samples in
-the shapes of Qwen2.5-1.5B and 7B, and a long rollout. `--only` chooses some of these; `rollouts.py` says what each is.
+`--vllm` compares with vLLM instead, with each system in separate processes: decode steps, rollouts of 32 x 16 samples
+in the shapes of Qwen2.5-1.5B and 7B, and long rollouts. `--only` chooses some of these; `rollouts.py` defines them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PROMPT, NEW = 128, 64
 
 
 def floor_ms(batch: int, parameters: int) -> float:
-    """Read the weights once, and keys and values of the average length once; 2 operations per parameter and row."""
+    """Read the weights once, and keys and values of the average length once; 2 FLOPs per parameter and row."""
     a = QWEN_1_5B
     cache = batch * (PROMPT + NEW / 2) * a.layers * 2 * a.kv_heads * a.head_dim * 2
     return 1e3 * max((2 * parameters + cache) / BYTES_PER_SECOND, 2 * parameters * batch / FLOPS_PER_SECOND)
@@ -105,7 +105,7 @@ def make_transformers() -> Any:
 
 
 def profile(engine: Engine, batch: int) -> None:
-    """Print the kernels of a decode step, sorted by device time."""
+    """Print the kernels of a decode step by device time."""
     outputs = [engine.submit(prompt, SamplingParams(max_tokens=NEW)) for prompt in prompts_of(batch)]
     while len(outputs[-1].completions[0].tokens) < 4:
         engine.step()
@@ -127,8 +127,8 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--vllm", action="store_true", help="compare with vLLM instead of transformers")
     parser.add_argument("--only", nargs="+", choices=rollouts.PARTS, default=rollouts.PARTS, help="parts of --vllm")
-    parser.add_argument("--repeats", type=int, default=3, help="runs of a part of --vllm; the fastest counts")
-    parser.add_argument("--limit-s", type=float, default=400, help="seconds that one process of --vllm may take")
+    parser.add_argument("--repeats", type=int, default=3, help="runs of each part of --vllm; the fastest counts")
+    parser.add_argument("--limit-s", type=float, default=400, help="time limit of one process of --vllm, in seconds")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("benchmarks/generate.py needs a CUDA device")
@@ -170,7 +170,7 @@ def main() -> None:
             (f"batch {b}", theirs[b][0] / ours[b][0], theirs[b][1] / NEW / ours[b][0], theirs[b][1] / ours[b][1])
             for b in options.batches
         ]
-        header = ("", "decode step", "their whole run / steps against our decode step", "whole run")
+        header = ("", "decode step", "their whole run / steps / our decode step", "whole run")
         table("speedup over transformers", header, rows)
 
 

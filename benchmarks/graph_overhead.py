@@ -1,10 +1,12 @@
 """Measure what a replay costs: `make bench`, or `python benchmarks/graph_overhead.py` on a machine with a CUDA device.
 
-1. Host time of a replay with all checks on, against torch.cuda.make_graphed_callables, for a layer of 12 parameters.
-2. Memory of a 28-layer chain in one pool, against the same peer.
+1. Host time of a replay with all checks on, compared with torch.cuda.make_graphed_callables, for a layer of 12
+   parameters.
+2. Memory of a 28-layer chain in one pool, compared with the same peer.
 3. Forward + backward of a decoder in the shape of Qwen2.5-1.5B at 512 tokens, on the eager and the cuda backend, per
    layer and as a whole.
-Without a CUDA device, it times only the first part, on the tape against eager.
+
+Without a CUDA device, it times only the first part: the tape against eager.
 """
 
 from __future__ import annotations
@@ -66,7 +68,7 @@ class Decoder(nn.Module):
 
 
 def host_times(runs: list[Callable[[], object]], calls: int = 50, repeats: int = 60) -> list[float]:
-    """Return the median host time of each call in µs. Batches alternate, and the device's queue is emptied between."""
+    """Return the median host time of each call in µs. Batches alternate, and the device's queue drains in between."""
     times: list[list[float]] = [[] for _ in runs]
     for _ in range(repeats):
         for run, of in zip(runs, times, strict=True):
@@ -110,7 +112,7 @@ def replays(graph: Callable[..., Any], device: str) -> dict[str, Callable[[], ob
 
 
 def with_gradient_buffers(layer: nn.Module, samples: tuple[Tensor, ...]) -> Any:
-    """Graph a layer with our own way to accumulate, which is inside the backward graph."""
+    """Graph a layer that accumulates gradients inside its backward graph."""
     return make_graphed_callables(
         layer, samples, grad_buffers={p: torch.zeros_like(p) for p in layer.parameters() if p.requires_grad}
     )
@@ -129,7 +131,7 @@ def measure_replay(peer: Callable[..., Any], device: str) -> None:
 
 
 def used_memory(build: Callable[[], object]) -> float:
-    """Return all device memory, in MiB, that is in use after building and running but was free before."""
+    """Return the device memory, in MiB, that is still in use after building and running."""
     gc.collect()
     torch.cuda.empty_cache()
     synchronize()
@@ -143,7 +145,7 @@ def used_memory(build: Callable[[], object]) -> float:
 
 
 def chain_memory(graph: Callable[..., Any], layers: int, tokens: int, hidden: int, mlp: int) -> float:
-    """Return the MiB of a chain of layers, each a graph in one pool, after two steps, with the second's gradients."""
+    """Return the MiB of a chain of layers, each a graph in one pool, after two steps, with gradients of the second."""
 
     def build() -> object:
         stack = [Layer(hidden, mlp, hidden // 128, 2, 128).to("cuda", torch.bfloat16) for _ in range(layers)]

@@ -1,10 +1,10 @@
 """Time a whole GRPO step: `python benchmarks/grpo_step.py` on a machine with a CUDA device; `--tiny` runs it anywhere.
 
-The step has the shape of `examples/grpo_math_1b.yaml`: 32 prompts x 16 samples, prompts of 128 tokens, 384 new tokens,
-KL to a reference, one update, random bf16 weights in the shape of Qwen2.5-1.5B. One run times rollgraph by phase, with
-graphs and on the eager backend, and computes the floor. After a step to warm up, the fastest of `--repeats` steps
-counts. With `--trl`, the run also times TRL's GRPOTrainer, which must be installed: `defaults` and `fastest` generate
-with transformers, `vllm` and `vllm-uncorrected` with vLLM in the same process; `trl_peer.py` has what they set.
+The step is that of `examples/grpo_math_1b.yaml`: 32 prompts x 16 samples, prompts of 128 tokens, 384 new tokens, KL to
+a reference, one update, random bf16 weights in the shape of Qwen2.5-1.5B. One run times rollgraph by phase, with graphs
+and on the eager backend, and computes the floor. After a warm-up step, the fastest of `--repeats` steps counts. With
+`--trl`, the run also times TRL's GRPOTrainer, which must be installed: `defaults` and `fastest` generate with
+transformers, `vllm` and `vllm-uncorrected` with vLLM in the same process. Their settings are in `trl_peer.py`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SWITCHING = "of which switching"
 
 
 class Clock:
-    """Adds up the seconds of each phase."""
+    """Sums the seconds of each phase."""
 
     def __init__(self) -> None:
         self.seconds = dict.fromkeys((*PHASES, SWITCHING), 0.0)
@@ -54,7 +54,7 @@ class Clock:
 
 
 class StartClock:
-    """Divides the seconds from the start of this process to its first finished step."""
+    """Splits the seconds from process start to the end of the first step into parts."""
 
     def __init__(self) -> None:
         self.seconds: Counter[str] = Counter()
@@ -62,10 +62,10 @@ class StartClock:
         self._since = 0.0
 
     def enter(self, phase: str, part: str = "", done: int = 0, total: int = 0) -> None:
-        """Called where a part begins; `capture_all` does so with every graph."""
+        """Start a part. `capture_all` calls this for every graph."""
         now = seconds_of_process()
         self.seconds[self._part] += now - self._since
-        self._part = {"probe": "trying out products"}.get(phase, f"captures of {phase}" if part else phase)
+        self._part = {"probe": "autotuning GEMMs"}.get(phase, f"captures of {phase}" if part else phase)
         self._since = now
 
 
@@ -102,7 +102,7 @@ def make_worker(
 def run_step(
     worker: PolicyWorker, algorithm: Any, options: argparse.Namespace, step: int, clock: Clock | PhaseProfile
 ) -> dict[str, float]:
-    """Take one step as `train.py` does, with a random reward; return training's metrics."""
+    """Take one step as `train.py` does, with a random reward; return the training metrics."""
     generator = torch.Generator().manual_seed(step)
     vocabulary = worker.model.architecture.vocabulary
     ids = torch.randint(0, vocabulary, (options.prompts, options.prompt), generator=generator).tolist()
@@ -116,7 +116,7 @@ def run_step(
     batch = algorithm.make_batch(rollouts)
     with clock.phase("train"):
         learned = worker.train(batch)
-    with clock.phase(SWITCHING):  # enter the same phases again and do nothing in them
+    with clock.phase(SWITCHING):  # enter the same phases again, without work in them
         with worker.phases.enter("generate"):
             pass
         with worker.phases.enter("score"), worker.weights.use("reference"):
@@ -129,7 +129,7 @@ def run_step(
 def measure(
     architecture: Architecture, options: argparse.Namespace, backend: Any
 ) -> tuple[dict[str, float], Counter[str]]:
-    """Return the seconds of the phases of the fastest step, and those from the start of this process to its first."""
+    """Return the seconds of each phase of the fastest step, and of each part from process start to the first step."""
     start = StartClock()
     worker, algorithm = make_worker(architecture, options, backend, start)
     start.enter("the first step")
@@ -172,14 +172,14 @@ def floor(architecture: Architecture, options: argparse.Namespace) -> dict[str, 
 
 
 def time_trl(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Time a step of TRL with each of the chosen settings, each in a process of its own."""
+    """Time a step of TRL with each of the chosen settings, in separate processes."""
     chosen = options.trl
     if find_spec("vllm") is None:
         chosen = [name for name in chosen if "use_vllm" not in trl_peer.SETTINGS[name]]
     if chosen != options.trl:
-        print("vLLM is not installed, so TRL is not timed with it: pip install vllm==0.25.1")
+        print("vLLM is not installed, so TRL with vLLM is skipped: pip install vllm==0.25.1")
     if find_spec("trl") is None:
-        print("TRL is not installed, so it is left out: pip install trl==1.16.0")
+        print("TRL is not installed, so it is skipped: pip install trl==1.16.0")
         return []
     found = []
     with tempfile.TemporaryDirectory() as folder:
@@ -201,14 +201,14 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=128, help="tokens per prompt")
     parser.add_argument("--new", type=int, default=384, help="new tokens per sample")
     parser.add_argument("--bucket", type=int, default=16384, help="tokens per microbatch")
-    parser.add_argument("--half-logits", action="store_true", help="logits for half of the tokens where that is enough")
+    parser.add_argument("--half-logits", action="store_true", help="logits for half of the tokens if that is enough")
     parser.add_argument("--cache-gib", type=int, default=16)
-    parser.add_argument("--repeats", type=int, default=3, help="steps, of which the fastest counts")
-    parser.add_argument("--tiny", action="store_true", help="run a tiny model on a CPU, to see whether it runs")
+    parser.add_argument("--repeats", type=int, default=3, help="number of steps; the fastest counts")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model on a CPU, to test this benchmark")
     parser.add_argument("--trl", nargs="*", choices=list(trl_peer.SETTINGS), help="also time TRL, with these settings")
-    parser.add_argument("--limit-s", type=float, default=400, help="seconds that TRL may take with one of them")
+    parser.add_argument("--limit-s", type=float, default=400, help="time limit of TRL with one of them, in seconds")
     parser.add_argument(
-        "--profile", action="store_true", help="show where the time of each phase goes, in one more step"
+        "--profile", action="store_true", help="take one more step and show where the time of each phase goes"
     )
     parser.add_argument("--alone", action="store_true", help="do not time the eager backend")
     options = parser.parse_args()
@@ -216,9 +216,9 @@ def main() -> None:
     if options.trl == []:
         options.trl = ["defaults"]
     if options.profile and (options.tiny or not torch.cuda.is_available()):
-        raise SystemExit("--profile needs a CUDA device, and not --tiny: it shows the time of CUDA kernels")
+        raise SystemExit("--profile shows the time of CUDA kernels: it needs a CUDA device, and no --tiny")
     if options.trl and not torch.cuda.is_available():
-        raise SystemExit("--trl needs a CUDA device: TRL is given the 1.5B model, in bf16, also with --tiny")
+        raise SystemExit("--trl needs a CUDA device: TRL trains the 1.5B model in bf16, even with --tiny")
     if options.tiny:
         architecture = TINY
         options.prompts, options.samples, options.prompt, options.new, options.bucket = 4, 4, 12, 8, 96

@@ -1,8 +1,8 @@
 """Time how fast weights are loaded: `python benchmarks/load.py [--gib 8] [--folder /scratch] [--device cuda]`.
 
 It writes a folder of random weights with the layers of Qwen2.5-32B, in shards of 4 GiB, and loads it. The floor is the
-disk's own speed: as many threads read the same pieces of the same files, and throw them away. Both are timed with
-nothing of the files in the page cache, and then with all of them in it. The folder is removed at the end.
+read speed of the disk: as many threads read the same pieces of the same files and discard them. Both are timed with an
+empty page cache, and again with all files in it. The folder is removed at the end.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ LAYER = replace(
 
 
 def architecture_of(gib: float) -> Architecture:
-    """As many layers as have so many GiB in bf16."""
+    """Return a shape whose layers take about this many GiB in bf16."""
     with shapes_only():
         each = sum(p.numel() for p in Decoder(LAYER).layers[0].parameters()) * 2  # type: ignore[index]
     return replace(LAYER, layers=max(1, round(gib * GIB / each)))
 
 
 def write(folder: Path, gib: float, device: str) -> int:
-    """Write the folder; return how many bytes its files have."""
+    """Write the folder; return the size of its files in bytes."""
     with torch.device(device):
         model = Decoder(architecture_of(gib)).to(torch.bfloat16)
     save_model(model, folder, shard_bytes=4 * GIB)
@@ -56,7 +56,7 @@ def forget(folder: Path) -> None:
 
 
 def read(folder: Path) -> None:
-    """Read all files, piece by piece, and throw them away."""
+    """Read all files piece by piece and discard them."""
     files = [path for path in weight_files(folder) if path.suffix == ".safetensors"]
     pieces = [(path, offset) for path in files for offset in range(0, path.stat().st_size, PIECE)]
     descriptors = {path: os.open(path, os.O_RDONLY) for path in files}
@@ -82,7 +82,7 @@ def seconds(run: Callable[[], object]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--gib", type=float, default=8.0)
-    parser.add_argument("--folder", type=Path, help="where the weights are written; default: a temporary folder")
+    parser.add_argument("--folder", type=Path, help="folder to write the weights to; default: a temporary folder")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder) as name:

@@ -1,9 +1,9 @@
 """Time forward + backward of token log-probabilities: `python benchmarks/logprobs.py` on a machine with a CUDA device.
 
 S sequences of 512 tokens run through a model in the shape of Qwen2.5-1.5B in bf16, with the whole microbatch as one
-graph. Gradients are added to those of earlier microbatches in fp32, and products are those that a worker would choose,
-as in training. The same run times transformers (eager) and, if it is installed, megatron-core with its local graphs,
-and computes the floor: 6 operations per parameter and token, and with attention, whose share grows with `--length`.
+graph. As in training, gradients accumulate in fp32 and GEMMs are autotuned. The same run times transformers (eager)
+and, if it is installed, megatron-core with its local graphs. It computes two floors: 6 FLOPs per parameter and token,
+and the same with attention, whose share grows with `--length`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rollgraph.policy.train_graphs import add_gradients
 
 
 def inputs_of(sequences: int, length: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return ids, positions and the bounds of sequences."""
+    """Return ids, positions and sequence boundaries."""
     tokens = sequences * length
     ids = torch.randint(0, QWEN_1_5B.vocabulary, (tokens,), device="cuda")
     positions = torch.arange(length, device="cuda").repeat(sequences)
@@ -85,7 +85,7 @@ def megatron_local_graphs(sequences: int, length: int) -> Callable[[], object] |
 
 
 def floor_ms(parameters: int, sequences: int, length: int, attention: bool) -> float:
-    """Forward is a third of it. Attention computes half of all pairs of tokens, and its backward 2.5 times as much."""
+    """Forward is a third of it. Attention computes half of all token pairs; its backward takes 2.5 times as much."""
     a = QWEN_1_5B
     operations = 6.0 * parameters * sequences * length
     if attention:

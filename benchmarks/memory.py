@@ -1,14 +1,14 @@
-"""Measure the memory and the time of a GRPO step beside what was planned: `python benchmarks/memory.py --list`.
+"""Measure the memory and time of a GRPO step, and compare them with the plan: `python benchmarks/memory.py --list`.
 
 A step of 32 prompts x 16 samples, 128 + 384 tokens, KL to a reference, random bf16 weights in the shape of a Qwen2.5
-model. The plan and the set-up are those of `rollgraph train`, after the weights, which are made on the device. Without
-arguments, all six configurations run, each in a process of its own:
+model. Weights are created on the device; after that, plan and set-up are those of `rollgraph train`. Without arguments,
+all six configurations run, each in a separate process:
 
-    python benchmarks/memory.py                          all six; --only NAME [NAME ...] some of them
+    python benchmarks/memory.py                          all six; with --only NAME [NAME ...], some of them
     python benchmarks/memory.py --shape 7b --rank 32     one configuration of your own
-    python benchmarks/memory.py --tiny                   a tiny model on a CPU, to see whether it runs
+    python benchmarks/memory.py --tiny                   a tiny model on a CPU, to test this benchmark
 
-Everything that no argument says is chosen by the plan. `--plan` prints the plans alone, for any machine.
+The plan chooses every setting that no argument names. `--plan` only prints the plans, on any machine.
 """
 
 from __future__ import annotations
@@ -75,11 +75,11 @@ reward: {{functions: [{{name: length, options: {{target: 1}}}}]}}
 algorithm: {{kl_coef: 0.01}}
 log: {{sinks: [], progress: none}}
 """
-NO_TENSORS = (2).to_bytes(8, "little") + b"{}"  # a file of weights that has none
+NO_TENSORS = (2).to_bytes(8, "little") + b"{}"  # a safetensors file without tensors
 
 
 def make_config(folder: Path, options: argparse.Namespace) -> Config:
-    """The configuration of a run, and the files that it needs: no weights."""
+    """Write the files of a run, without weights, and return its configuration."""
     dtype = "float32" if options.tiny else "bfloat16"
     (folder / "config.json").write_text(json.dumps({**COMMON, **SHAPES[options.shape], "torch_dtype": dtype}))
     (folder / "model.safetensors").write_bytes(NO_TENSORS)
@@ -108,7 +108,7 @@ def random_model(
     on_bytes: Any = None,
     group: None = None,
 ) -> Decoder:
-    """In place of `load_model`: random weights that never exist anywhere but on the device, and once."""
+    """Replaces `load_model`: random weights that exist once, on the device alone."""
     architecture = read_architecture(folder)
     dtype = dtype or (torch.float32 if device == "cpu" else torch.bfloat16)
     with shapes_only():
@@ -128,7 +128,7 @@ def random_model(
 
 
 class DeviceMemory:
-    """The most memory that this process used on its device, beyond that of an idle context."""
+    """The peak memory of this process on its device, without that of an idle context."""
 
     def __init__(self, device: str) -> None:
         self.device = device
@@ -139,7 +139,7 @@ class DeviceMemory:
             self.idle = total - self.free
 
     def peaks(self) -> dict[str, int]:
-        """Of the allocator, which keeps what graphs use, and with what libraries and the driver took beside it."""
+        """The peaks of the allocator, which keeps the memory of graphs, and the memory of libraries and the driver."""
         if self.device == "cpu":
             return {"reserved": 0, "allocated": 0, "outside": 0, "peak": 0}
         free, total = torch.cuda.mem_get_info(self.device)
@@ -150,7 +150,7 @@ class DeviceMemory:
 
 
 def show_segments() -> None:
-    """What the allocator holds now: the memory of the graphs' pool, and that outside of it."""
+    """Print the allocator's segments, inside and outside the pool of the graphs."""
     rows = []
     for segment in torch.cuda.memory_snapshot():
         pool = "graphs" if tuple(segment["segment_pool_id"]) != (0, 0) else "-"
@@ -164,7 +164,7 @@ def show_segments() -> None:
 
 
 def take_step(run: Run, options: argparse.Namespace, step: int) -> dict[str, float]:
-    """A step as `train.py` takes it, with a random reward: the seconds of its phases."""
+    """Take a step as `train.py` does, with a random reward; return the seconds of its phases."""
     policy = run.policy
     generator = torch.Generator().manual_seed(step)
     vocabulary = policy.model.architecture.vocabulary
@@ -195,14 +195,14 @@ def take_step(run: Run, options: argparse.Namespace, step: int) -> dict[str, flo
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Plan, set up and take steps, in this process."""
+    """Plan, set up and take steps in this process."""
     device = "cpu" if options.tiny else "cuda:0"
     memory = DeviceMemory(device)
     budget = chosen_memory.find_memory_budget(World(0, 1, device))
     if options.limit_gib is not None:
         budget = MemoryBudget(int(options.limit_gib * GIB), budget.host)
     chosen_memory.find_memory_budget = lambda world: budget  # type: ignore[assignment]
-    torch.cuda.reset_peak_memory_stats = lambda device=None: None  # a run measures each phase; here, all count
+    torch.cuda.reset_peak_memory_stats = lambda device=None: None  # keep the peak of all phases
     with tempfile.TemporaryDirectory() as name:
         config = make_config(Path(name), options)
         plan = _plan(config, budget, device)
@@ -239,7 +239,7 @@ def _plan(config: Config, budget: MemoryBudget, device: str) -> Plan:
 
 
 def describe(plan: Plan) -> str:
-    """The plan in short: what was chosen, each line, and the sums."""
+    """Return a short form of the plan: the choices, each line and the totals."""
     rows = [f"  {line.name:26} {format_bytes(line.nbytes):>11}  {line.where:6}  {', '.join(line.phases)}"
             for line in plan.lines if line.nbytes]  # fmt: skip
     sums = ", ".join(f"{phase} {format_bytes(plan.total(phase))}" for phase in PHASES)
@@ -270,7 +270,7 @@ def show(results: list[dict[str, Any]]) -> None:
 
 
 def measure_each(names: list[str], extra: list[str], limit_s: float) -> list[dict[str, Any]]:
-    """Each configuration in a process of its own: what one leaves behind must not count for the next."""
+    """Run each configuration in a separate process, so that memory one leaves behind does not count for the next."""
     results = []
     for name in names:
         print(f"== {name}", flush=True)
@@ -283,7 +283,7 @@ def measure_each(names: list[str], extra: list[str], limit_s: float) -> list[dic
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=[name for name in SHAPES if name != "tiny"], help="one configuration")
-    parser.add_argument("--name", default="", help="what the table calls it")
+    parser.add_argument("--name", default="", help="its name in the table")
     parser.add_argument("--rank", type=int, help="train adapters of this rank instead of all weights")
     parser.add_argument("--state", choices=("fp32", "bf16", "int8"), help="optimizer.state")
     parser.add_argument("--offload", choices=("none", "host"), help="optimizer.offload")
@@ -292,17 +292,17 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--logits", choices=("whole", "chunks"), help="memory.logits")
     parser.add_argument("--reference", choices=("device", "host"), help="memory.reference")
     parser.add_argument("--cache-gib", type=float, help="memory.cache_gib")
-    parser.add_argument("--limit-gib", type=float, help="what may be used of the device")
+    parser.add_argument("--limit-gib", type=float, help="limit on the device memory")
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--samples", type=int, default=16)
-    parser.add_argument("--prompt", type=int, default=128, help="tokens of a prompt")
-    parser.add_argument("--new", type=int, default=384, help="new tokens of a sample")
-    parser.add_argument("--steps", type=int, default=2, help="the last one is timed")
-    parser.add_argument("--limit-s", type=float, default=400, help="seconds that one configuration may take")
-    parser.add_argument("--segments", action="store_true", help="list what the allocator holds after the set-up")
-    parser.add_argument("--only", nargs="+", choices=list(CONFIGURATIONS), help="some of the configurations")
-    parser.add_argument("--list", action="store_true", help="name the configurations and their arguments")
-    parser.add_argument("--plan", action="store_true", help="print plans alone; --limit-gib is the device")
+    parser.add_argument("--prompt", type=int, default=128, help="tokens per prompt")
+    parser.add_argument("--new", type=int, default=384, help="new tokens per sample")
+    parser.add_argument("--steps", type=int, default=2, help="number of steps; the last one is timed")
+    parser.add_argument("--limit-s", type=float, default=400, help="time limit of one configuration, in seconds")
+    parser.add_argument("--segments", action="store_true", help="list the allocator's segments after the set-up")
+    parser.add_argument("--only", nargs="+", choices=list(CONFIGURATIONS), help="run only these configurations")
+    parser.add_argument("--list", action="store_true", help="list the configurations and their arguments")
+    parser.add_argument("--plan", action="store_true", help="only print the plans, for a device of --limit-gib")
     parser.add_argument("--host-gib", type=float, default=120, help="host memory, for --plan")
     parser.add_argument("--tiny", action="store_true", help="a tiny model on a CPU")
     parser.add_argument("overrides", nargs="*", help="other keys, e.g. graph.exact=off")

@@ -1,8 +1,9 @@
-"""Measure an update of the optimizer: `python benchmarks/optimizer.py` for 1.5B parameters on a GPU.
+"""Measure an optimizer step: `python benchmarks/optimizer.py` for 1.5B parameters on a GPU.
 
-It times an update for each format of the state, on the device and on the host, beside the least time that its bytes
-take: those of state, gradients and weights in device memory, and those of state over the bus, in both directions at
-once. Both rates are measured in the same run. `--tiny` runs a small model, also on a CPU, where there is no bus.
+It times a step for each format of the optimizer state, on the device and on the host. The floor is the time to move
+the bytes of state, gradients and weights through device memory, and those of an offloaded state over the bus, in both
+directions at once. Both bandwidths are measured in the same run. `--tiny` runs a small model, also on a CPU, which has
+no such bus.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ FORMATS: tuple[StateFormat, ...] = ("fp32", "bf16", "int8")
 
 
 def seconds(run: Callable[[], object], repeats: int) -> float:
-    """The mean of several calls in a row, until everything that they started is done."""
+    """Return the mean time of several calls in a row, until all the work they started is done."""
     run()
     synchronize()
     start = time.perf_counter()
@@ -36,14 +37,14 @@ def seconds(run: Callable[[], object], repeats: int) -> float:
 
 
 def measure_memory(device: torch.device, nbytes: int) -> float:
-    """Bytes per second of a copy on the device, read and written."""
+    """Return the bytes per second of a copy on the device, counting reads and writes."""
     source = torch.zeros(nbytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * nbytes / seconds(lambda: target.copy_(source), 10)
 
 
 def measure_bus(device: torch.device, nbytes: int) -> float:
-    """Bytes per second in each direction, while both are busy."""
+    """Return the bytes per second in each direction while both are busy."""
     sizes = [(nbytes, torch.uint8)] * 2
     host_in, host_out = allocate_on_host(sizes, device)
     device_in, device_out = (torch.zeros(nbytes, dtype=torch.uint8, device=device) for _ in range(2))
@@ -78,7 +79,7 @@ def main() -> None:
             optimizer = ShardedAdamW(sharded, 1e-6, state=state, offload=offload)
             plan = sharded.plan(state, offload).optimizer
             kept = plan.device + plan.host
-            traffic = 2 * kept + (4 + 2) * parameters  # gradients are read, weights in bf16 are written
+            traffic = 2 * kept + (4 + 2) * parameters  # reads gradients, writes weights in bf16
             floor = traffic / memory
             if bus is not None and offload == "host":
                 floor = max(floor, kept / bus)
@@ -89,7 +90,7 @@ def main() -> None:
             del optimizer
     over_bus = "" if bus is None else f", bus {bus / 1e9:.1f} GB/s in each direction"
     table(
-        f"an update of {parameters / 1e6:.1f}M parameters; memory {memory / 1e12:.2f} TB/s{over_bus}",
+        f"an optimizer step over {parameters / 1e6:.1f}M parameters; memory {memory / 1e12:.2f} TB/s{over_bus}",
         ("state, offload", "device GB", "host GB", "ms", "floor ms", "x floor"),
         rows,
     )

@@ -1,8 +1,8 @@
-"""Measure what overlap hides: `python benchmarks/overlap.py` runs several processes on gloo with a delay per byte.
+"""Measure how much communication overlap hides: `python benchmarks/overlap.py`.
 
-It times a step of a stack of layers, with and without overlapped gathers and reductions, over a network as slow as
-`--gigabits` says. The delay runs from the moment a collective starts, so work done in the meantime hides it. On several
-GPUs, run `torchrun --nproc-per-node N benchmarks/overlap.py --nccl`, which adds no delay.
+It times a step of a stack of layers, with and without overlapped gathers and reductions, in several processes on gloo.
+A delay per byte simulates a network of `--gigabits`. The delay starts with the collective, so work in the meantime
+hides it. On several GPUs, run `torchrun --nproc-per-node N benchmarks/overlap.py --nccl`, which adds no delay.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from rollgraph.parallel.ranks.world import World
 def slowed(
     start: Callable[..., PendingCollective], seconds_per_byte: float, link: dict[str, float]
 ) -> Callable[..., PendingCollective]:
-    """Make a collective take as long as its bytes would on a slow network that carries one collective at a time."""
+    """Make a collective take as long as on a slow network that carries one collective at a time."""
 
     def call(full: Tensor, shard: Tensor, what: str) -> PendingCollective:
         begins = max(time.perf_counter(), link.get("free", 0.0))

@@ -1,7 +1,7 @@
-"""Where the device's time goes in each phase of a step, by kind of kernel.
+"""Shows where device time goes in each phase of a step, by kind of kernel.
 
-A kernel that starts while the one before it still runs is counted from its start, so kinds can add up to a little more
-than the device was busy.
+A kernel counts from its start, even while the previous kernel is still running. So the kinds can add up to slightly
+more than the time the device was busy.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from contextlib import contextmanager
 from common import synchronize, table
 from torch.profiler import ProfilerActivity, profile
 
-# What the name of a kernel contains, by kind; the first that fits counts.
+# Parts of kernel names, by kind; the first match counts.
 KINDS = {
-    "products": ("gemm", "nvjet", "cutlass", "_matmul_kernel"),
+    "GEMMs": ("gemm", "nvjet", "cutlass", "_matmul_kernel"),
     "attention, backward": ("_query_kernel", "_key_kernel", "_sum_copies_kernel"),
     "attention": ("_packed_kernel", "_decode_kernel"),
     "SwiGLU": ("swiglu",),
@@ -30,7 +30,7 @@ GAPS = "between kernels"
 
 
 class PhaseProfile:
-    """The milliseconds of each kind in each phase."""
+    """Milliseconds of each kind in each phase."""
 
     def __init__(self) -> None:
         self._phases: dict[str, Counter[str]] = {}

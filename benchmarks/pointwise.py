@@ -1,8 +1,8 @@
 """Time norm, rotary heads and SwiGLU: `python benchmarks/pointwise.py` on a machine with a CUDA device.
 
-It times our kernels, the same formulas under `torch.compile`, and Liger's kernels if they are installed, for forward
-and for forward + backward, at the shape of Qwen2.5-1.5B. At the floor, every input, output and gradient crosses memory
-once. Rotary heads are the way from the qkv projection to queries, keys and values; values need not be copied.
+It times our kernels, the same formulas under `torch.compile` and, if they are installed, Liger's kernels, for forward
+and for forward + backward, in the shape of Qwen2.5-1.5B. The floor reads or writes every input, output and gradient
+once. Rotary heads turn the qkv projection into queries, keys and values; values need no copy.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ def plain_add_norm(stream: Tensor, update: Tensor, weight: Tensor) -> tuple[Tens
 
 
 def split_heads(qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Our kernel. It is imported late, because it needs Triton."""
+    """Run our kernel. It is imported late, because it needs Triton."""
     from rollgraph.model.kernels.heads import SplitHeads
 
     return SplitHeads.apply(qkv, cos, sin, None, None, EPS, QWEN_1_5B.heads, QWEN_1_5B.kv_heads)
 
 
 def views(qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values, each [tokens, heads, head_dim], in the memory of the projection."""
+    """Return queries, keys and values, each [tokens, heads, head_dim], as views of the projection."""
     a = QWEN_1_5B
     q, k, v = qkv.unflatten(1, (-1, a.head_dim)).split((a.heads, a.kv_heads, a.kv_heads), 1)
     return q, k, v
@@ -59,7 +59,7 @@ def plain_swiglu(gate_up: Tensor) -> Tensor:
 
 
 def liger() -> dict[str, Operation]:
-    """Adapt Liger's kernels to our arguments. Its rotation takes queries and keys, heads first, and wide cosines."""
+    """Adapt Liger's kernels to our arguments. Its rotary kernel takes heads first, and cosines as wide as a head."""
     try:
         from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction
         from liger_kernel.ops.rope import LigerRopeFunction
@@ -124,7 +124,7 @@ def main() -> None:
     hidden = tokens * a.hidden * 2
     rotated = tokens * (a.heads + a.kv_heads) * a.head_dim * 2
     width = (a.heads + 2 * a.kv_heads) * a.head_dim
-    # Each case has its inputs, and the bytes that forward and backward move.
+    # The inputs of each case, and the bytes that forward and backward move.
     cases: dict[str, tuple[list[Tensor], int, int]] = {
         "add + norm": ([values(tokens, a.hidden), values(tokens, a.hidden), values(a.hidden)], 4 * hidden, 4 * hidden),
         "rotary": ([values(tokens, width), *angles], 2 * rotated, 2 * tokens * width * 2),

@@ -1,9 +1,9 @@
-"""Time the matrix products of a decoder: `python benchmarks/products.py` on a machine with a CUDA device.
+"""Time the GEMMs of a decoder: `python benchmarks/products.py` on a machine with a CUDA device.
 
-For each product of a layer and for the head, at several numbers of rows: what PyTorch takes, the fastest way that
-cuBLAS offers, and the fastest of our kernels, all with the same bits. `--gradients` adds the gradients of a microbatch.
-Products of many rows take turns in blocks of several milliseconds, because a device that is busy on end lowers its
-clock; those of few rows are timed in a graph.
+For each GEMM of a layer and for the head, at several row counts, it times PyTorch, the fastest cuBLAS algorithm and the
+fastest of our kernels, the last two with the bits of the GEMM with many rows. `--gradients` adds the gradients of a
+microbatch. GEMMs with many rows take turns in blocks of several milliseconds, because a device lowers its clock under
+sustained load; those with few rows are timed in a graph.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from rollgraph.model.gemm.candidates import (
 from rollgraph.model.gemm.matmul import TORCH_GEMM, GemmAlgo, forward_cublas_algos, matmul_with_algo
 
 BF16 = torch.bfloat16
-FEW_ROWS = 1024  # up to so many, products are timed in a graph
+FEW_ROWS = 1024  # up to this many, GEMMs are timed in a graph
 
 
 def shapes_of(architecture: Architecture) -> dict[str, tuple[int, int]]:
-    """Return the outputs and inputs of each product."""
+    """Return the output and input size of each GEMM."""
     a = architecture
     return {
         "qkv": ((a.heads + 2 * a.kv_heads) * a.head_dim, a.hidden),
@@ -51,9 +51,9 @@ def times_of(calls: list[Callable[[], Tensor]], rows: int) -> list[float]:
 
 
 def time_forward(columns: int, depth: int, rows: int, wide: bool) -> tuple[float, float, float]:
-    """Return what the library, the best offer and the best kernel of ours take; infinity where there is none.
+    """Return the times of the library, the best cuBLAS algorithm and our best kernel; infinity where there is none.
 
-    An offer or a kernel counts only if it gives the rows of a product of many rows.
+    An algorithm or a kernel counts only if its rows have the bits of the GEMM with many rows.
     """
     from rollgraph.model.kernels.matmul import TILINGS
 
@@ -81,7 +81,7 @@ def time_forward(columns: int, depth: int, rows: int, wide: bool) -> tuple[float
 
 
 def time_gradient(kind: GemmKind, columns: int, depth: int, rows: int) -> tuple[float, float]:
-    """Return what the library and the best offer take."""
+    """Return the times of the library and the best cuBLAS algorithm."""
     d_out = torch.randn((rows, columns), dtype=BF16, device="cuda")
     if kind == "input gradient":
         other = torch.randn((columns, depth), dtype=BF16, device="cuda")
@@ -114,7 +114,7 @@ def main() -> None:
                 times = time_forward(columns, depth, rows, wide=name == "head")
                 found.append((name, rows, *times, 2e6 * rows * columns * depth / FLOPS_PER_SECOND))
     header = ("", "rows", "PyTorch", "cuBLAS, best", "ours, best", "operations / 785 TFLOP/s")
-    table("products with the same bits, µs", header, found)
+    table("GEMMs with the same bits, µs", header, found)
     if options.gradients:
         found = []
         kinds: tuple[GemmKind, ...] = ("input gradient", "weight gradient")

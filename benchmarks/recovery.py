@@ -1,9 +1,9 @@
-"""What a lost rank costs, and what Ray costs: `python benchmarks/recovery.py [--ranks 2] [--steps 30]`.
+"""Measure the cost of a lost rank, and of Ray: `python benchmarks/recovery.py [--ranks 2] [--steps 30]`.
 
-A tiny model is trained on the CPU by a few ranks, under `torchrun --max-restarts` and on a Ray cluster of this machine
-alone, in turns. The time of a step is the median over the steps of an undisturbed run; the ratio is that of the fastest
-runs. Then a reward function kills its own process once, in the middle of a run. The loss is known when the first line
-about it is printed, and the run has recovered when the next step is finished.
+A few ranks train a tiny model on the CPU, alternately under `torchrun --max-restarts` and on a Ray cluster of this
+machine alone. The step time is the median of an undisturbed run; the ratio compares the fastest runs. Then a reward
+function kills its own process once, in the middle of a run. The loss is detected when the first line about it is
+printed, and the run has recovered when the next step is finished.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ memory: {{cache_gib: 0.01}}
 log: {{progress: plain, sinks: [jsonl]}}
 cluster: {{gpus_per_node: 0, ranks_per_node: {ranks}}}
 """
-# Called once for each step. The first process that comes to the chosen call ends there.
+# Called once in each step. The first process to reach the chosen call kills itself.
 REWARDS = """
 import os, signal, time
 calls = 0
@@ -70,7 +70,7 @@ def command(engine: str, ranks: int) -> list[str]:
 
 
 def run(engine: str, folder: Path, options: argparse.Namespace, kill_at_call: int = 0) -> list[Line]:
-    """Run in a folder; what is printed, and when."""
+    """Run in a folder; return the lines it prints, with their times."""
     folder.mkdir()
     (folder / "config.yaml").write_text(CONFIG.format(steps=options.steps, ranks=options.ranks) + "output: run\n")
     (folder / "rewards.py").write_text(REWARDS)
@@ -89,13 +89,13 @@ def run(engine: str, folder: Path, options: argparse.Namespace, kill_at_call: in
 
 
 def median_step(folder: Path) -> float:
-    """Seconds; the first steps are left out."""
+    """Return the median seconds of a step, without the first steps."""
     metrics = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     return statistics.median(step["speed/seconds"] for step in metrics[3:])
 
 
 def measure_recovery(engine: str, folder: Path, options: argparse.Namespace) -> tuple[float, float]:
-    """Seconds from the end of a rank until that was told, and until the next step was finished."""
+    """Return the seconds from the end of a rank until the loss is detected, and until the next step is finished."""
     lines = run(engine, folder, options, kill_at_call=options.steps // 2)
     killed = float((folder / "killed").read_text())
     later = [line for line in lines if line.at > killed]
@@ -105,7 +105,7 @@ def measure_recovery(engine: str, folder: Path, options: argparse.Namespace) -> 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Time what a lost rank costs, and what Ray costs.")
+    parser = argparse.ArgumentParser(description="Time the cost of a lost rank, and of Ray.")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--repeats", type=int, default=3)
@@ -124,7 +124,7 @@ def main() -> None:
             least = min(steps[engine])
             ratio = least / min(steps["torchrun"])
             rows.append((engine, f"{1e3 * least:.1f}", f"{ratio:.3f}", f"{known:.2f}", f"{recovered:.1f}"))
-    header = ("engine", "step, ms", "x torchrun", "loss known, s", "recovered, s")
+    header = ("engine", "step, ms", "x torchrun", "loss detected, s", "recovered, s")
     table(f"{options.ranks} ranks on {os.cpu_count()} cores", header, rows)
 
 

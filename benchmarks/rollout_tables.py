@@ -1,4 +1,4 @@
-"""The comparison of `generate.py --vllm`: it measures each system in processes of its own and prints tables."""
+"""The comparison of `generate.py --vllm`: it measures each system in separate processes and prints tables."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from common import table
 
 
 def measure_system(name: str, only: Sequence[str], repeats: int, limit_s: float) -> dict[str, Any]:
-    """Return what a system reported for each part, from one process for each group of parts."""
+    """Return a system's reports for each part, from one process per group of parts."""
     found: dict[str, Any] = {"start": {}}
     for group, parts in rollouts.GROUPS.items():
         chosen = [part for part in parts if part in only]
@@ -29,9 +29,9 @@ def measure_system(name: str, only: Sequence[str], repeats: int, limit_s: float)
 def compare_with_vllm(only: Sequence[str], repeats: int, limit_s: float) -> None:
     systems = {"rollgraph": measure_system("rollgraph", only, repeats, limit_s)}
     if find_spec("vllm") is None:
-        print("vLLM is not installed, so it is left out: pip install vllm==0.25.1")
+        print("vLLM is not installed, so it is skipped: pip install vllm==0.25.1")
     else:
-        show(systems)  # already, because vLLM takes minutes
+        show(systems)  # show these now, because vLLM takes minutes
         systems["vLLM"] = measure_system("vllm", only, repeats, limit_s)
     show(systems)
 
@@ -47,7 +47,7 @@ def show(systems: dict[str, dict[str, Any]]) -> None:
 def show_decode(systems: dict[str, dict[str, Any]]) -> None:
     rows: list[tuple[Any, ...]] = []
     for batch, shape in rollouts.DECODE.items():
-        # A step is the average over those that the longer run has beyond the shorter one.
+        # The step time is the average over the steps that only the longer run has.
         floor = 1e3 * rollouts.floor_of_step(shape, (rollouts.SHORT + rollouts.LONG) / 2)
         times = {name: found["decode"][str(batch)] for name, found in systems.items() if "decode" in found}
         ours = times.get("rollgraph")

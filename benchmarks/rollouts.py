@@ -1,8 +1,8 @@
-"""What `generate.py --vllm` times, in the same way for each system: decode steps, and whole rollouts.
+"""The parts that `generate.py --vllm` times in the same way for each system: decode steps and whole rollouts.
 
 A system is anything with `generate`; it returns when all tokens are on the host. `python benchmarks/rollouts.py SYSTEM
-GROUP` measures one group with one system in this process, and reports to the process that started it. Every run has
-prompts of its own, so that no run finds those of another in a cache of prefixes.
+GROUP` measures one group with one system in this process, and reports to the process that started it. Every run has new
+prompts, so that no run finds those of another in a prefix cache.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Shape:
 
     @cached_property
     def weights(self) -> int:
-        """How many parameters each token is multiplied with. An embedding that is not the head is only looked up."""
+        """The number of parameters that multiply each token. An embedding that is not the head is only looked up."""
         a = self.architecture
         with shapes_only():
             parameters = sum(p.numel() for p in Decoder(a).parameters())
@@ -60,7 +60,7 @@ ROLLOUTS = {
     "7b": Shape(QWEN_7B, 32, 16, 128, 384),
 }
 PARTS = ("decode", *ROLLOUTS)
-# The parts of a group share a process and a set-up, whose sizes are those that the group needs.
+# The parts of a group share a process and a set-up, sized for the group.
 GROUPS = {"short": ("decode", "rollout"), "long": ("long",), "longest": ("longest",), "7b": ("7b",)}
 
 
@@ -73,8 +73,8 @@ class System(Protocol):
 
 
 class Rollgraph:
-    kinds = ("logprobs",)  # they come with every token
-    settings = "bf16, graphs, exact products"
+    kinds = ("logprobs",)  # every token has one
+    settings = "bf16, graphs, exact GEMMs"
 
     def __init__(self, architecture: Architecture, rows: int, length: int) -> None:
         model = random_decoder(architecture)
@@ -137,8 +137,8 @@ class Stopwatch:
 def floor_of_step(shape: Shape, done: float) -> float:
     """Return the seconds of a decode step after `done` new tokens of each row.
 
-    It reads the weights, the keys and values of each prompt and those of each row once, or, if that takes longer,
-    computes 2 operations per weight and row.
+    The larger of two times: to read the weights, and the keys and values of each prompt and each row, once; or to
+    compute 2 FLOPs per weight and row.
     """
     a = shape.architecture
     places = shape.prompts * shape.prompt + shape.rows * done
@@ -154,7 +154,7 @@ def floor_of_rollout(shape: Shape) -> float:
 
 
 def measure(name: str, group: str, parts: list[str], repeats: int) -> None:
-    """Report the set-up, the first run, and then each part as soon as it is done."""
+    """Report the set-up, the first run, and each part as soon as it is done."""
     shapes = [*DECODE.values()] if "decode" in parts else []
     shapes += [ROLLOUTS[part] for part in parts if part in ROLLOUTS]
     rows = max(shape.rows for shape in shapes)

@@ -1,8 +1,8 @@
-"""How quickly the run page opens a long run: `python benchmarks/run_page.py [--steps 100000] [--samples 1000000]`.
+"""Time how fast the dashboard opens a long run: `python benchmarks/run_page.py [--steps 100000] [--samples 1000000]`.
 
-It writes a run with so many steps and samples, starts `rollgraph view`, and opens the page in a Chromium without a
-window: first with nothing indexed, then, after the index is complete, with a new server. Opened is a page whose charts
-are drawn, or whose list of samples has its first rows. Then it scrolls through the list of samples. Needs
+It writes a run with that many steps and samples, starts `rollgraph view`, and opens the page in headless Chromium:
+first with nothing indexed, then, after the index is complete, with a new server. A page counts as open when its charts
+are drawn, or when its list of samples has its first rows. Then it scrolls through the list of samples. Needs
 `pip install 'rollgraph[dev]'` and Chromium.
 """
 
@@ -24,7 +24,7 @@ from typing import Any
 from common import table
 from playwright.sync_api import sync_playwright
 
-METRICS = 40  # of a step
+METRICS = 40  # in a step
 GROUP = 8  # samples
 CHARTS = "document.querySelectorAll('.chart canvas').length > 5"
 ROWS = "document.querySelectorAll('.virtual-row .row-prompt').length > 5"
@@ -63,7 +63,7 @@ def write_run(folder: Path, steps: int, samples: int) -> None:
 
 @contextmanager
 def served(folder: Path, cache: Path) -> Iterator[str]:
-    """The address of a server that was just started."""
+    """Start a server and yield its address."""
     environment = {**os.environ, "XDG_CACHE_HOME": str(cache), "PYTHONUNBUFFERED": "1"}
     command = [sys.executable, "-m", "rollgraph", "view", str(folder), "--port", "0"]
     server = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
@@ -97,11 +97,11 @@ def measure(browser: Any, folder: Path, options: argparse.Namespace) -> list[tup
     with served(folder, cache) as address:
         rows.append(("overview, nothing indexed", f"{time_opening(browser, address, 'overview', CHARTS):.2f} s"))
         indexed = time_opening(browser, address, "samples", ALL.format(groups))
-        rows.append(("until all samples are indexed", f"{indexed:.0f} s"))
+        rows.append(("time to index all samples", f"{indexed:.0f} s"))
     for view, condition in (("overview", CHARTS), ("samples", ROWS)):
         with served(folder, cache) as address:
             times = [time_opening(browser, address, view, condition) for _ in range(3)]
-        rows.append((f"{view}, a new server: first, then again", f"{times[0]:.2f} s, {min(times[1:]):.2f} s"))
+        rows.append((f"{view}, a new server: first load, reload", f"{times[0]:.2f} s, {min(times[1:]):.2f} s"))
     with served(folder, cache) as address:
         page = browser.new_page(viewport={"width": 1280, "height": 800})
         page.goto(f"{address}#/samples")
@@ -109,13 +109,13 @@ def measure(browser: Any, folder: Path, options: argparse.Namespace) -> list[tup
         times, waiting = page.evaluate(SCROLL, options.frames)
     ordered = sorted(times)
     late = ordered[int(0.95 * len(ordered))]
-    rows.append(("scrolling, a frame: median, 95%", f"{statistics.median(times):.0f} ms, {late:.0f} ms"))
-    rows.append(("frames in which a row was still missing", f"{waiting} of {options.frames}"))
+    rows.append(("scrolling, frame time: median, 95%", f"{statistics.median(times):.0f} ms, {late:.0f} ms"))
+    rows.append(("frames with a row still missing", f"{waiting} of {options.frames}"))
     return rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Time how quickly the run page opens a long run.")
+    parser = argparse.ArgumentParser(description="Time how quickly the dashboard opens a long run.")
     parser.add_argument("--steps", type=int, default=100_000)
     parser.add_argument("--samples", type=int, default=1_000_000)
     parser.add_argument("--frames", type=int, default=300)

@@ -1,4 +1,4 @@
-"""Measure what the sanitizer costs: `python benchmarks/sanitizer_cost.py`, on a CPU or a CUDA device.
+"""Measure the cost of the sanitizer: `python benchmarks/sanitizer_cost.py`, on a CPU or a CUDA device.
 
 It runs the training step of examples/captured_training.py in every mode, each in its own process, and prints the step
 time, the capture time and the peak memory of the process (on CUDA, of the caching allocator).

@@ -1,6 +1,6 @@
-"""TRL's GRPOTrainer as a peer for `grpo_step.py`, which starts this file as a process of its own.
+"""TRL's GRPOTrainer as a peer for `grpo_step.py`, which starts this file as a separate process.
 
-`write_model` writes the folder that TRL reads its weights and its tokenizer from, before that process starts.
+Before that process starts, `write_model` writes the folder from which TRL reads weights and tokenizer.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from common import QWEN_1_5B, sample_without_flashinfer, synchronize, transforme
 
 from rollgraph.tokenizer import ByteTokenizer
 
-# By default, TRL uses fp32 weights under autocast and computes activations twice. It is faster without either, but then
+# By default, TRL uses fp32 weights under autocast and recomputes activations. It is faster without either, but then
 # trains bf16 weights without an fp32 copy, which loses updates of the usual size.
 FASTEST: dict[str, Any] = {"gradient_checkpointing": False, "model_init_kwargs": {"dtype": "bfloat16"}}
-# TRL weighs each token by the ratio of its probabilities in training and in vLLM, for which it scores the policy once
-# more. That is its default; without it the step is faster, and off-policy by the difference of the two systems.
+# By default, TRL weights each token by the ratio of its probabilities in training and in vLLM, which takes another
+# scoring pass. Without it, the step is faster, but off-policy by the difference between the two systems.
 VLLM = {
     **FASTEST,
     "use_vllm": True,
@@ -41,7 +41,7 @@ MICRO_BATCH = 16
 
 
 def write_model(folder: str) -> None:
-    """Write random weights of the 1.5B shape, and a tokenizer that makes a token of each byte."""
+    """Write random weights in the 1.5B shape, and a tokenizer that turns each byte into a token."""
     from transformers import Qwen2ForCausalLM
 
     ByteTokenizer().save(folder)
@@ -54,7 +54,7 @@ def reward(completions: list[str], **_: Any) -> list[float]:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Take a step to warm up and then `repeats` more; return the seconds of the fastest, and of the start."""
+    """Take a warm-up step and then `repeats` more; return the seconds of the fastest, and of the start."""
     sample_without_flashinfer()
 
     from datasets import Dataset
@@ -62,7 +62,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     from trl import GRPOConfig, GRPOTrainer
 
     ends: list[float] = []  # when each step was finished
-    start: list[float] = []  # what the process had taken by then
+    start: list[float] = []  # seconds of the process by then
 
     class Clock(TrainerCallback):
         def on_step_end(self, *_: Any, **__: Any) -> None:
@@ -108,13 +108,13 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "name": name,
         "step": min(after - before for before, after in pairwise(ends)),
         "start": start[0],
-        "settings": f"micro-batches of {MICRO_BATCH}, bf16=True, {chosen or 'its defaults'}",
+        "settings": f"microbatches of {MICRO_BATCH}, bf16=True, {chosen or 'its defaults'}",
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", help="what write_model has written")
+    parser.add_argument("folder", help="folder that write_model has written")
     parser.add_argument("settings", choices=list(SETTINGS))
     for name in ("prompts", "samples", "prompt", "new", "repeats"):
         parser.add_argument(f"--{name}", type=int, required=True)

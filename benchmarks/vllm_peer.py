@@ -1,4 +1,4 @@
-"""vLLM at its fastest settings for this, as a peer for `generate.py`: see `rollouts.py` for what is timed."""
+"""vLLM, with its fastest settings for this task, as a peer for `generate.py`: `rollouts.py` defines what is timed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from common import sample_without_flashinfer, transformers_config
 
 from rollgraph.model import Architecture
 
-# One process: tokens do not have to cross to another one. vLLM reads this when it is imported.
+# One process, so that tokens need not cross to another. vLLM reads this when it is imported.
 MULTIPROCESSING = os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
 sample_without_flashinfer()
@@ -41,7 +41,7 @@ class Vllm:
             f"vLLM {version('vllm')}, bf16, random weights, VLLM_ENABLE_V1_MULTIPROCESSING={MULTIPROCESSING}, "
             f"compilation {compilation.mode.name}, CUDA graphs {compilation.cudagraph_mode.name} up to "
             f"{compilation.max_cudagraph_capture_size} tokens, prefix cache on, no tokenizer, flat log-probabilities, "
-            f"FlashInfer {'installed' if find_spec('flashinfer') else 'not installed'}, other settings as they come"
+            f"FlashInfer {'installed' if find_spec('flashinfer') else 'not installed'}, other settings by default"
         )
 
     def generate(self, prompts: list[list[int]], samples: int, new: int, kind: str) -> int:
@@ -52,7 +52,7 @@ class Vllm:
             max_tokens=new,
             ignore_eos=True,
             detokenize=False,
-            logprobs=0 if with_logprobs else None,  # 0: of the sampled token alone
+            logprobs=0 if with_logprobs else None,  # 0: only of the sampled token
             flat_logprobs=with_logprobs,
         )
         outputs = self.llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)

@@ -19,7 +19,7 @@ HELD_OUT = 100
 
 
 def reward(messages: list[dict[str, Any]], prompt: Prompt) -> float:
-    """A little for a call that works, less than nothing for one that does not, and 1 for the right answer."""
+    """Reward a successful call a little and the right answer with 1; penalize a failed call."""
     last = messages[-1]
     if last["role"] == "tool":
         return -0.1 if last["content"].startswith("error") else 0.1

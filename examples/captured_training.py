@@ -1,7 +1,7 @@
 """Train a small transformer with a captured step: forward, backward and optimizer in one graph.
 
 The model learns to reverse strings of digits. The same steps also run eagerly, for comparison, and at the end the graph
-report says what was captured and replayed. It runs anywhere: with CUDA graphs on a GPU, with the tape on a CPU.
+report counts captures and replays. It runs anywhere: with CUDA graphs on a GPU, with the tape on a CPU.
 """
 
 from __future__ import annotations

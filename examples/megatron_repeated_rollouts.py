@@ -1,8 +1,8 @@
-"""Five rollouts of generating, scoring with a reference and training, on megatron-core with graphs and overlap.
+"""Generate, score with a reference and train in five rollouts, on megatron-core with graphs and overlap.
 
 The model is a GPT with 4 layers in Megatron's DDP with both overlaps, the distributed optimizer and
-`cuda_graph_impl="local"`. Graphs are off while it generates and scores, and on while it trains; train() is one-shot,
-like those of Megatron-LM and slime. The model learns to write even tokens. Needs a GPU and megatron-core, but not
+`cuda_graph_impl="local"`. Graphs are off in generation and scoring, and on in training; train() is one-shot, as in
+Megatron-LM and slime. The model learns to write even tokens. Needs a GPU and megatron-core, but not
 Transformer Engine.
 
     python examples/megatron_repeated_rollouts.py                    # five rollouts
@@ -119,7 +119,7 @@ def make_model() -> Any:
         bucket_size=100_000,
     )
     model = DistributedDataParallel(config, overlap, gpt)
-    torch.cuda.synchronize()  # a graph manager has changed the current stream
+    torch.cuda.synchronize()  # a graph manager has switched the current stream
     return model
 
 
@@ -147,12 +147,12 @@ def generate(model: Any) -> Tensor:
 
 @torch.no_grad()
 def score(model: Any, ids: Tensor) -> Tensor:
-    """The negative log-probability of each next token, [rows, tokens]; after the last token, of the first one."""
+    """Return the negative log-probability of each next token, [rows, tokens]. The first follows the last."""
     return model(ids, positions_of(ids), None, labels=ids.roll(-1, 1))
 
 
 def reward(ids: Tensor) -> Tensor:
-    """The fraction of tokens that are even, [rows]."""
+    """Return the fraction of even tokens, [rows]."""
     return (ids[:, 1:] % 2 == 0).float().mean(1)
 
 
@@ -224,7 +224,7 @@ def count_managers(model: Any) -> int:
 
 
 def count_graphs(model: Any) -> int:
-    """How many layers have a forward and a backward graph."""
+    """Count the layers that have a forward and a backward graph."""
     runners = [runner for manager in list_managers(model) for runner in manager.cudagraph_runners]
     return sum(runner.cudagraph_created and runner.bwd_graph is not None for runner in runners)
 

@@ -27,7 +27,7 @@ def test_the_step_benchmark_refuses_trl_without_a_gpu(monkeypatch: pytest.Monkey
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(SystemExit) as raised:
         runpy.run_path(str(ROOT / "benchmarks" / "grpo_step.py"), run_name="__main__")
-    assert raised.value.code == "--trl needs a CUDA device: TRL is given the 1.5B model, in bf16, also with --tiny"
+    assert raised.value.code == "--trl needs a CUDA device: TRL trains the 1.5B model in bf16, even with --tiny"
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.name)

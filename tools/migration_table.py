@@ -1,9 +1,9 @@
-"""Write `config/migration.tsv`, with which error messages answer names of other frameworks, from the migration pages.
+"""Write `config/migration.tsv` from the migration pages. Error messages use it to answer names of other frameworks.
 
     python tools/migration_table.py
 
-Each name in a table with the header `| FRAMEWORK | rollgraph | |` becomes a line. A name without a dot that follows one
-with dots is a key of the same section.
+Each name in a table with the header `| FRAMEWORK | rollgraph | |` becomes a line. A name without dots that follows a
+name with dots is a key of the same section.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def make_table() -> str:
 
 
 def rows_of(page: str) -> Iterator[tuple[str, str, str, str]]:
-    """(framework, name, keys here, remark) for each name on a page."""
+    """Yield (framework, name, our keys, remark) for each name on a page."""
     text = (ROOT / "docs" / page).read_text(encoding="utf-8")
     for framework, lines in TABLES.findall(text):
         for line in lines.splitlines():

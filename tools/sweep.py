@@ -1,9 +1,9 @@
 """Run the test suite as other machines would: `make sweep`.
 
-Three instruction sets (default, avx2, avx512), for PyTorch's kernels and for Numba's, times three numbers of threads
-(1, 2, 4) make nine runs. Other factors are spread over these nine: a random order of the tests (two seeds), load (eight
-busy processes beside the tests) and, if root runs the sweep, a user without root's rights. `--cross` combines each of
-the nine with each factor instead.
+Three instruction sets (default, avx2, avx512), for PyTorch's kernels and for Numba's, times three thread counts (1, 2,
+4) make nine runs. Other factors are spread over these nine: random test order (two seeds), load (eight busy processes
+beside the tests) and, if root runs the sweep, an unprivileged user. `--cross` combines each of the nine with each
+factor instead.
 
 Every run has its own copy of the working tree, in a folder with a space in its name, and uses the environment of the
 Python that runs the sweep. A run that fails does not end the sweep; its output is kept and its path is printed. The
@@ -38,7 +38,7 @@ class Run:
 
     instructions: str
     threads: int
-    seed: int | None = None  # seed of a random order; None keeps the order
+    seed: int | None = None  # seed of a random test order; None: pytest's order
     load: bool = False
     unprivileged: bool = False
 
@@ -84,9 +84,9 @@ def cross_product() -> list[Run]:
 
 
 def supported_instructions(python: str) -> Sequence[str]:
-    """Return the instruction sets that this processor has.
+    """Return the instruction sets of this processor.
 
-    PyTorch does not check the one it is asked for: on a processor without it, the process would crash.
+    PyTorch does not check the requested set: on a processor without it, the process would crash.
     """
     program = "import torch; print(torch.backends.cpu.get_cpu_capability())"
     environment = {name: value for name, value in os.environ.items() if name != "ATEN_CPU_CAPABILITY"}
@@ -97,7 +97,7 @@ def supported_instructions(python: str) -> Sequence[str]:
 
 
 def without_rights(python: str) -> tuple[list[str], str]:
-    """Return the command that drops root's rights, or an empty command and the reason why there is none.
+    """Return the command that drops root's rights; if there is none, an empty command and the reason.
 
     In a user namespace without a mapping, root becomes nobody: permission bits apply, and files that root owns can
     still be read.
@@ -147,7 +147,7 @@ def run_suite(run: Run, python: str, prefix: list[str], arguments: str, folder: 
         **os.environ,
         "ATEN_CPU_CAPABILITY": run.instructions,
         "NUMBA_CPU_NAME": NUMBA_TARGETS[run.instructions],
-        "NUMBA_CPU_FEATURES": "",  # those of the name alone, not those of this processor
+        "NUMBA_CPU_FEATURES": "",  # the features of the named CPU alone, not of this processor
         "OMP_NUM_THREADS": str(run.threads),
         "PYTHONPATH": str(tree / "src"),
         "TMPDIR": str(folder),
@@ -157,7 +157,7 @@ def run_suite(run: Run, python: str, prefix: list[str], arguments: str, folder: 
         [*prefix, python, "-c", "import rollgraph; print(rollgraph.__file__)"], cwd=tree, env=environment, text=True
     )
     if not Path(found.strip()).is_relative_to(tree):
-        raise SystemExit(f"the tests in {tree} would import {found.strip()}, which is not the copy")
+        raise SystemExit(f"the tests in {tree} would import {found.strip()}, not the copy")
     if run.seed is not None:
         arguments = f"{arguments} --shuffle {run.seed}"
     command = ["make", "test", f"PY={shlex.join([*prefix, python])}", f"ARGS={arguments}"]
@@ -201,7 +201,7 @@ def main() -> int:
     for run in runs:
         print(f"{run.name:28}", end="", flush=True)
         if run.instructions not in supported:
-            print("skipped: this processor does not have these instructions", flush=True)
+            print("skipped: this processor lacks these instructions", flush=True)
             continue
         if run.unprivileged and reason:
             print(f"(as this user: {reason}) ", end="", flush=True)

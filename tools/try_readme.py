@@ -4,9 +4,9 @@
     python tools/try_readme.py --leave-out 'make test'
     python tools/try_readme.py --python python3.12      another Python
 
-The clone is of the last commit of this checkout, whose address takes the place of the repository's. All commands run in
-one shell, as if they were typed one after the other. For each, the time on the clock and of the processor is printed,
-and at the end the size of the environment. The exit code is 0 if every command succeeded.
+It clones the last commit of this checkout instead of the public repository. All commands run in one shell, as if they
+were typed one after the other. It prints the wall time and the processor time of each, and at the end the size of the
+environment. The exit code is 0 if every command succeeded.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 REPOSITORY = "https://github.com/rollgraph/rollgraph.git"
-SECTIONS = (None, "## From the command line")  # of the README whose commands are run; None: before the first heading
+SECTIONS = (None, "## From the command line")  # README sections with commands to run; None: before the first heading
 BLOCK = re.compile(r"^```\n(.*?)^```", re.DOTALL | re.MULTILINE)
-# Sourced, so that a command may change the folder or the PATH of those that follow.
+# Sourced, so that a command can change the folder or the PATH of later commands.
 MEASURED = r"""
 measured() {
     printf '\n$ %s\n' "$1"
@@ -44,7 +44,7 @@ END
 
 
 def commands_of(readme: str) -> list[str]:
-    """The commands in the first block of each section, without comments."""
+    """Return the commands in the first block of each section, without comments."""
     commands = []
     for section in SECTIONS:
         text = readme if section is None else readme.partition(f"\n{section}\n")[2]
@@ -56,7 +56,7 @@ def commands_of(readme: str) -> list[str]:
 
 
 def without_settings(environment: dict[str, str]) -> dict[str, str]:
-    """The environment of a newcomer: no setting of ours, and no other virtual environment."""
+    """Return the environment of a newcomer: without our settings, and outside any virtual environment."""
     ours = ("PYTHONPATH", "VIRTUAL_ENV", "OMP_NUM_THREADS", "MAKEFLAGS", "MAKELEVEL")
     return {name: value for name, value in environment.items() if name not in ours}
 
@@ -64,7 +64,7 @@ def without_settings(environment: dict[str, str]) -> dict[str, str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--leave-out", action="append", default=[], metavar="COMMAND", help="can be repeated")
-    parser.add_argument("--python", default="python3", help="with which `make` sets up its environment")
+    parser.add_argument("--python", default="python3", help="the Python with which `make` sets up its environment")
     options = parser.parse_args()
     commands = commands_of((ROOT / "README.md").read_text(encoding="utf-8"))
     unknown = set(options.leave_out) - set(commands)
@@ -73,7 +73,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         times = Path(folder, "times")
         script = [MEASURED, f"TIMES={shlex.quote(str(times))}"]
-        clone = f"{shlex.quote(str(ROOT))} rollgraph"  # a folder of the repository's name
+        clone = f"{shlex.quote(str(ROOT))} rollgraph"  # a folder with the name of the repository
         for command in commands:
             if command not in options.leave_out:
                 script.append(f"measured {shlex.quote(command.replace(REPOSITORY, clone))}")

@@ -1,6 +1,6 @@
-"""Takes the pictures of docs/view.md: `python tools/view_pictures.py runs/first runs/second`.
+"""Take the screenshots of docs/view.md: `python tools/view_pictures.py runs/first runs/second`.
 
-The first run is shown in every view, the others beside it in the comparison. It needs Chromium and the packages of
+Every view shows the first run; the comparison also shows the others. Needs Chromium and the packages of
 `rollgraph[dev]`.
 """
 
