@@ -39,7 +39,7 @@ from rollgraph.rl.data.rows import DataError
 from rollgraph.rl.turns import Request, Turn
 from rollgraph.run.setup import make_run
 from rollgraph.run.step_log import StepLog
-from rollgraph.train import check_graph_report, train
+from rollgraph.train import check_graph_report, open_run, take_steps, train
 from tests.forked import ForkedCommand
 from tests.parallel.worlds import run_world
 
@@ -852,7 +852,10 @@ def test_a_step_whose_reward_workers_died_at_the_stop_is_not_taken(
         "    return [sum(b % 2 == 0 for b in c.encode()) / 8 for c in completions]\n"
     )
     workers = ["reward.workers=1", "reward.timeout=60", "data.validation=null", "checkpoint.every=100"]
-    train(eager_config(folder, *workers, "log.progress=plain"), ONE)
+    with open_run(eager_config(folder, *workers, "log.progress=plain"), ONE) as (run, first_step):
+        assert run is not None
+        assert first_step is not None
+        assert list(take_steps(run, first_step)) == [0, 1]
     assert "asked to stop: saved after 2 of 4 steps" in capsys.readouterr().out
     assert [entry["step"] for entry in metrics_of(folder / "run")] == [0, 1]
     train(eager_config(folder, *workers, "resume=must"), ONE)

@@ -159,10 +159,11 @@ def take_steps(run: Run, first_step: int) -> Generator[int, None, None]:
                 return
             for step in range(first_step, run.config.steps):
                 keeps_going = take_step(run, step)
-                try:
-                    yield step
-                except GeneratorExit:  # the caller left its loop
-                    run.stop.request()
+                if run.progress.finished_steps == step + 1:  # otherwise the step was abandoned
+                    try:
+                        yield step
+                    except GeneratorExit:  # the caller left its loop
+                        run.stop.request()
                 if not keeps_going or run.on_any_rank(run.stop.requested):
                     save_before_stop(run)
                     break
@@ -170,8 +171,12 @@ def take_steps(run: Run, first_step: int) -> Generator[int, None, None]:
 
 
 def take_step(run: Run, step: int) -> bool:
-    """Sample, update, validate, log and save. Returns False if the run was asked to stop."""
-    is_exact = run.policy.is_exact and not run.progress.surplus_groups  # these were sampled from an older policy
+    """Sample, update, validate, log and save. Returns False if the run was asked to stop.
+
+    A stop that also killed reward workers abandons the step before its update.
+    """
+    # Surplus groups were sampled from an older policy. `collect_rollouts` replaces them, so this comes first.
+    is_exact = run.policy.is_exact and not run.progress.surplus_groups
     rollouts = collect_rollouts(run, step)
     if reward_workers_stopped(run):
         return False
@@ -182,7 +187,7 @@ def take_step(run: Run, step: int) -> bool:
     copy_to_peers(run)
     validation_metrics = validate(run, step)
     wait_for_peer_copies(run)
-    # An algorithm's own `loss` replaces that of the training graphs.
+    # An algorithm may report a `loss` of its own: the graphs of DPO compute only a gradient. So its metrics come later.
     metrics = {**train_metrics, **batch.metrics, **validation_metrics}
     details = sample_details(run, step, rollouts, batch)
     run.lock.check()

@@ -215,7 +215,7 @@ ADVICE = {  # key of a contradiction -> advice
 class GraphSection:
     """One mapping with graph keys, and the settings around it that its meaning depends on.
 
-    `known` are the fields of the installed TransformerConfig, or None where megatron-core is not installed.
+    `known_fields` are those of the installed TransformerConfig, or None where megatron-core is not installed.
     """
 
     def __init__(self, tree: Node, path: tuple[str, ...], known_fields: Collection[str] | None) -> None:
@@ -300,8 +300,8 @@ class GraphSection:
         old, new = SCOPE_KEYS
         key = new if self.model.get(new) is not None else old
         for name in self.scopes:
-            if name not in (*SCOPES, "full"):
-                advice = f"it is passed through; known here: {', '.join(SCOPES)}"
+            if name not in (*SCOPES, "full"):  # "full" has remarks of its own
+                advice = f"another version of megatron-core may have it; known here: {', '.join(SCOPES)}"
                 yield self.remark(LintKind.UNKNOWN, key, f"unknown scope {name!r}", advice)
         if isinstance(self.model.get(old), str) and ", " in self.model[old]:
             text = "megatron-core 0.16.1 splits at commas and keeps the spaces, which raises a KeyError"

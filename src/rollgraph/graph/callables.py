@@ -27,7 +27,7 @@ from rollgraph.graph.segment_recorder import SegmentRecorder, WarmupHook, captur
 from rollgraph.graph.surface import StaticTensors, Surface, TensorSpec
 
 _dispatch_modes = torch._C._len_torch_dispatch_stack
-_references = sys.getrefcount
+_reference_count = sys.getrefcount
 
 
 class GraphedCallable(GraphedTarget[..., Any, ReplayableSegment]):
@@ -41,14 +41,15 @@ class GraphedCallable(GraphedTarget[..., Any, ReplayableSegment]):
         self.hooks = spec.hooks
         self._training = self.module.training if self.module is not None else False
         self._instance_forward: Any = None  # the `forward` in the module's __dict__, if it had one
-        # Once installed, the module's dict of parameters. A shallow copy of the module shares it.
+        # Once installed, the module's dict of parameters, and its reference count. A shallow copy of the module shares
+        # this dict and this `forward`, so a call finds a copy by a count that has changed.
         self._module_parameters: dict[str, Any] = {}
-        self._baseline_references = _references(self._module_parameters)
+        self._baseline_reference_count = _reference_count(self._module_parameters)
         self._fast_call: Call | None = None  # for a single variant without hooks and guards
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Replay. A usual call takes the fast path; any other call takes the path of `GraphedTarget`."""
-        if _references(self._module_parameters) != self._baseline_references:
+        if _reference_count(self._module_parameters) != self._baseline_reference_count:
             copied = self._find_shallow_copy(sys._getframe(1))
             if copied is not None:
                 return self._run_copy(copied, args, kwargs)
@@ -128,7 +129,7 @@ class GraphedCallable(GraphedTarget[..., Any, ReplayableSegment]):
         self._instance_forward = self.module.__dict__.get("forward")
         self.module.forward = self
         self._module_parameters = self.module.__dict__["_parameters"]
-        self._baseline_references = _references(self._module_parameters)
+        self._baseline_reference_count = _reference_count(self._module_parameters)
 
     def _find_shallow_copy(self, caller: FrameType) -> nn.Module | None:
         """Return the calling module if it is a copy of the graphed module that still has this object as `forward`."""

@@ -375,7 +375,11 @@ class Recorder(OperationMode):
         self.entries.append(TapeEntry(mark.save, (), {}, [], is_sequence=False, has_effect=True, saved_mark=mark))
 
     def _record_rewind_if_moved(self, generator: torch.Generator) -> None:
-        """Record a rewind if the function has set the generator to a state that was marked before."""
+        """Record a rewind if the function has set the generator's state since its last draw.
+
+        Called before each draw and at the end. A replay can rewind only to states that it saves: those at its start and
+        after each draw. Activation checkpointing returns to one of them.
+        """
         state = _state(generator)
         if state == self._generator_states[id(generator)][1]:
             return

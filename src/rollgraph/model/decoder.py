@@ -197,19 +197,20 @@ class DecoderLayer(nn.Module):
         self, residual: Tensor, update: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor, max_length: int,
         keys: PackedKeys | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        x, residual = add_norm(
-            residual, update, self.input_layernorm, self.eps, pdl=self.mlp.down_proj.triggers_pdl(len(update))
-        )
+        x, residual = self._add_and_norm(residual, update)
         x = self.self_attn(x, cos, sin, cu_seqlens, max_length, keys)
         pdl = self.self_attn.o_proj.triggers_pdl(len(x))
         x, residual = add_norm(residual, x, self.post_attention_layernorm, self.eps, pdl=pdl)
         return residual, self.mlp(x)
 
+    def _add_and_norm(self, residual: Tensor, update: Tensor) -> tuple[Tensor, Tensor]:
+        """The norm before attention, and the sum. `update` comes from the down_proj of the layer before."""
+        pdl = self.mlp.down_proj.triggers_pdl(len(update))  # ours, which ends with the same kernel as that one
+        return add_norm(residual, update, self.input_layernorm, self.eps, pdl=pdl)
+
     def run(self, residual: Tensor, update: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
         """Like `forward`, with `attend` as the attention."""
-        x, residual = add_norm(
-            residual, update, self.input_layernorm, self.eps, pdl=self.mlp.down_proj.triggers_pdl(len(update))
-        )
+        x, residual = self._add_and_norm(residual, update)
         x = self.self_attn.run(x, cos, sin, attend)
         pdl = self.self_attn.o_proj.triggers_pdl(len(x))
         x, residual = add_norm(residual, x, self.post_attention_layernorm, self.eps, pdl=pdl)

@@ -431,11 +431,15 @@ def _cuda_pass_lines(config: Config, shape: RunShape, training: Pass) -> list[Pl
 
 
 def _cpu_pass_lines(config: Config, shape: RunShape, training: Pass, before: Sequence[PlanLine]) -> list[PlanLine]:
-    """On a CPU: the tape keeps every tensor it makes, so all lines of a phase add up."""
+    """On a CPU: activations, workspace and logits count as alive at once, so the lines of a phase add up.
+
+    `before` has the lines of weights and generation.
+    """
     scopes = training_scopes(config, shape.ranks)
     activations = training.saved_activations()
     if training.recomputed_layers == shape.architecture.layers:
-        activations += training.saved_by_layer()  # layers are recomputed one at a time
+        # The layer that is being recomputed. Activations of layers that are kept are freed before that, and leave room.
+        activations += training.saved_by_layer()
     lines = [
         PlanLine("activations", activations, "device", ("train",)),
         PlanLine("inside a layer", training.forward_workspace(), "device", ("score", "train")),

@@ -482,12 +482,12 @@ class PolicyWorker:
         other ranks of its tensor parallel group take part.
         """
         with self.phases.enter("save"):
-            if self.world.rank == 0:
+            if self.world.rank == 0:  # of the data parallel group: rank 0 of all ranks, and its tensor parallel group
                 if self.model.adapters is None or merge:
                     save_model(self.full_model, folder, merge=merge)
                 else:
                     save_adapter(self.full_model, folder, base=base[0], revision=base[1])
-                if self.tokenizer is not None and self.sharded.rank == 0:
+                if self.tokenizer is not None and self.sharded.rank == 0:  # of all ranks
                     self.tokenizer.save(folder)
 
     def rejoin(self, world: World) -> None:

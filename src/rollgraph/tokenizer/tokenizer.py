@@ -163,10 +163,11 @@ class Tokenizer:
         declared = config.get("added_tokens_decoder") or {}
         self._backend.add_tokens([tokenizers.AddedToken(**declared[i]) for i in sorted(declared, key=int)])
         existing = {token.content: token for token in self._backend.get_added_tokens_decoder().values()}
-        # Named tokens become special. An extra token that exists already keeps its flags.
+        # Named tokens become special; an existing one keeps its other flags. New ones get ids in this order: bos, eos
+        # and so on, then the model's own. Extra tokens are added only if there is no such token.
         known_names = [f"{name}_token" for name in _SPECIAL_NAMES]
         texts = [self.special_tokens[name] for name in known_names if name in self.special_tokens]
-        texts += self.special_tokens.values()
+        texts += self.special_tokens.values()  # the known ones again: `dict.fromkeys` drops them
         extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
         if not isinstance(extra, dict):  # tokens of a dict are in `special_tokens` already
             texts += [text for text in map(token_text, extra) if text not in existing]

@@ -233,14 +233,15 @@ class IndexedFile:
         self.problem = ""
         self.is_missing = False
         try:
-            with open_regular(path_in(self.path.parent, self.path.name)) as file:
+            path = path_in(self.path.parent, self.path.name)  # refuses a link that leads out of the folder
+            with open_regular(path) as file:
                 status = os.fstat(file.fileno())
                 version = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
                 self._follow(file, version, status.st_size)
         except FileError as error:
             self.is_missing = isinstance(error, MissingFile)
             self.problem = "is missing" if self.is_missing else error.detail
-            self._follow(io.BytesIO(), (self.problem,), 0)
+            self._follow(io.BytesIO(), (self.problem,), 0)  # as an empty file: its rows go until it can be read again
         return self.progress != before
 
     def _follow(self, file: BinaryIO, version: tuple[Any, ...], size: int) -> None:

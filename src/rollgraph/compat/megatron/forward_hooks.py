@@ -212,12 +212,16 @@ def list_hooked_ddps(model: Model) -> list[Any]:
 
 
 def find_enclosing_ddps(chunk: nn.Module) -> list[Any]:
-    """The DDPs around a module without their hooks. Modules do not know their parents, so this searches all objects."""
+    """The DDPs that contain a module, for when their hooks are off and do not lead to them.
+
+    A module does not know its parents, so this searches all objects.
+    """
     if not any(hasattr(parameter, "main_grad") for parameter in chunk.parameters()):  # set by a DDP
         return []
     ddps = [
         candidate
         for candidate in gc.get_objects()
-        if issubclass(type(candidate), nn.Module) and overlaps_gather(candidate)
+        if issubclass(type(candidate), nn.Module)  # `isinstance` would ask proxies for their `__class__`
+        and overlaps_gather(candidate)
     ]
     return [ddp for ddp in ddps if any(module is chunk for module in ddp.modules())]

@@ -69,7 +69,11 @@ def _add_lora_kernel(
     ALL_ADAPTED: tl.constexpr, RANK: tl.constexpr, DEPTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     PRECISION: tl.constexpr, WAITS: tl.constexpr, TRIGGERS_PDL: tl.constexpr,
 ):  # fmt: skip
-    """A tile of columns of one projection. ALL_ADAPTED: every projection of the layer has an adapter."""
+    """Add the LoRA to a tile of the base: some rows, and some columns of one projection.
+
+    The i-th projection with an adapter has the columns begin_i to end_i of the base, and those from b_column_i on of B.
+    ALL_ADAPTED: every projection has an adapter, so B has the columns of the base.
+    """
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]
     first = tl.program_id(0) * COLUMNS
     column = tl.arange(0, COLUMNS)[None, :]
@@ -85,6 +89,7 @@ def _add_lora_kernel(
         )
     row_ptr = base_and_xa + row.to(tl.int64) * stride
     in_row, in_column = row < rows, column < outputs - first
+    # B does not depend on the kernel before, so its first tile is loaded before the wait.
     b_tile = load_b(b, b_width, b_column, column, in_column & has_lora, 0, RANK, DEPTH)
     if WAITS:
         gdc_wait()

@@ -245,7 +245,8 @@ def plan_optimizer(buckets: Iterable[BucketPlan], state: StateFormat, offload: O
     shards = [bucket.shard_numel for bucket in buckets if bucket.trainable]
     state_bytes = sum(field.nbytes(numel) for numel in shards for field in state_fields(state))
     chunk = chunk_elements(shards)
-    decoded = 0 if state == "fp32" else 2 * MASTER.nbytes(chunk)  # on a CPU, rounding allocates a few more such tensors
+    # Both moments of a chunk in fp32. On a CPU, rounding allocates a few more such tensors, which are not counted.
+    decoded = 0 if state == "fp32" else 2 * chunk * torch.float32.itemsize
     if offload == "none":
         return OptimizerMemory(device=state_bytes, host=0, streaming=decoded, snapshot=state_bytes)
     buffers = STREAM_BUFFERS * sum(field.nbytes(chunk) for field in state_fields(state))

@@ -96,22 +96,22 @@ def _limit_rows(source: Iterable[Any], name: str) -> Iterator[Any]:
         yield entry
 
 
-def read_reward(entry: Any) -> tuple[dict[str, Any], Callable[..., Any] | None]:
-    """An entry for `reward.functions`, and its function; None if the entry is the name of a reward.
+def read_reward(argument: Any) -> tuple[dict[str, Any], Callable[..., Any] | None]:
+    """The entry of `reward.functions` for one of a program's rewards, and its function; None if it was named.
 
-    `entry` is a name or a function, alone or with a weight and options: `exact`, `("length", 0.1)`,
+    `argument` is a name or a function, alone or with a weight and options: `exact`, `("length", 0.1)`,
     `("length", 0.1, {"limit": 64})`, or a mapping as in a configuration file.
     """
-    if isinstance(entry, Mapping):
-        spec = dict(entry)
+    if isinstance(argument, Mapping):
+        spec = dict(argument)
         reward = spec.pop("function", None) or spec.pop("name", None)
-    elif isinstance(entry, tuple | list):
-        if not 1 <= len(entry) <= 3:
-            raise InvalidInput(f"expected (reward, weight, options), got {len(entry)} values", argument="rewards")
-        reward = entry[0]
-        spec = dict(zip(("weight", "options"), entry[1:], strict=False))
+    elif isinstance(argument, tuple | list):
+        if not 1 <= len(argument) <= 3:
+            raise InvalidInput(f"expected (reward, weight, options), got {len(argument)} values", argument="rewards")
+        reward = argument[0]
+        spec = dict(zip(("weight", "options"), argument[1:], strict=False))
     else:
-        reward = entry
+        reward = argument
         spec = {}
     if isinstance(reward, str):
         return {**spec, "name": reward}, None
