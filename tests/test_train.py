@@ -693,8 +693,10 @@ def test_a_failed_save_is_repeated_when_an_error_ends_the_run(
 
 def test_the_best_checkpoint_is_kept_with_any_intervals(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rewards = iter([0.5, 0.9, 0.1, 0.2, 0.3, 0.4, 0.5])  # before the first step, then after steps 1, 3, ...
-    for module in ("rollgraph.train", "rollgraph.run.begin"):
-        monkeypatch.setattr(f"{module}.evaluate_policy", lambda run, seed: {"validation/reward": next(rewards)})
+    for module in ("validation", "begin"):
+        monkeypatch.setattr(
+            f"rollgraph.run.{module}.evaluate_policy", lambda run, seed: {"validation/reward": next(rewards)}
+        )
     saved = []
     original = Checkpoints.save
     monkeypatch.setattr(

@@ -30,7 +30,6 @@ from rollgraph.run.rollouts import (
     REWARD_FAILURES,
     UNREWARDED,
     collect_rollouts,
-    evaluate_policy,
     sample_details,
     show_reward_failures,
     summarize_reward_failures,
@@ -47,6 +46,7 @@ from rollgraph.run.saving import (
 )
 from rollgraph.run.setup import POLICY_LOSS, Run, WarmWorker, gc_frozen, make_run
 from rollgraph.run.step_log import OnStep, StepLog
+from rollgraph.run.validation import validate
 from rollgraph.types import Batch, Rollout
 
 
@@ -225,15 +225,6 @@ def update_policy(run: Run, batch: Batch, step: int, is_exact: bool) -> dict[str
     if run.inputs.data.dropped:
         train_metrics["data/dropped_prompts"] = float(run.inputs.data.dropped)
     return train_metrics
-
-
-def validate(run: Run, step: int) -> dict[str, float]:
-    """Metrics of the validation data, at intervals and after the last step; otherwise empty."""
-    at_interval = (step + 1) % run.config.validation.every == 0
-    is_last = step == run.config.steps - 1
-    if not run.inputs.can_validate or not (at_interval or is_last):
-        return {}
-    return evaluate_policy(run, f"validation/{step}")
 
 
 def reward_workers_stopped(run: Run) -> bool:

@@ -59,7 +59,8 @@ def run_eval(options: argparse.Namespace) -> int:
 
 
 def _evaluate(run: Any) -> dict[str, float]:
-    from rollgraph.run.rollouts import evaluate_policy, summarize_reward_failures
+    from rollgraph.run.rollouts import summarize_reward_failures
+    from rollgraph.run.validation import evaluate_policy
 
     if not run.inputs.can_validate:
         raise ValueError("data.validation is not set, so there is nothing to evaluate on")

@@ -1,6 +1,6 @@
 """Capture once, replay safely, on CUDA and on a CPU.
 
-Reading order: `captured.py` is the path of every call. `function.py` records and replays a whole function; `passes.py`,
+Reading order: `captured.py` is the path of every call. `function_recorder.py` records a whole function; `passes.py`,
 `segment_recorder.py` and `segment.py` a callable behind one autograd node. They rest on `surface.py` (does the call
 fit?), `state/binding.py` (does the program still mean the same memory?), `pool.py` (may that memory be overwritten?),
 `state/transaction.py` (a capture leaves no trace), and on the backends, `cuda_backend.py` and `tape.py`.

@@ -14,13 +14,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from rollgraph.graph.backend import (
-    PassFunction,
-    Recording,
-    refuse_copy_to_host,
-    refuse_host_read,
-    refusing_host_reads,
-)
+from rollgraph.graph.backend import PassFunction, Recording
+from rollgraph.graph.host_reads import refuse_copy_to_host, refuse_host_read, refusing_host_reads
 from rollgraph.graph.pool import Arena, pool_segments, with_device_index
 from rollgraph.graph.state.transaction import no_gc
 from rollgraph.graph.state.undo_log import OperationMode, storage_of, tensors_in

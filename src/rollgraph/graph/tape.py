@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 
-from rollgraph.graph.backend import PassFunction, Recording, refuse_host_read, refusing_host_reads
+from rollgraph.graph.backend import PassFunction, Recording
 from rollgraph.graph.errors import CaptureError, GeneratorError, NeedsWarmup, here
+from rollgraph.graph.host_reads import refuse_host_read, refusing_host_reads
 from rollgraph.graph.pool import Arena
 from rollgraph.graph.state.undo_log import OperationMode, storage_keys, storage_of, tensors_in, written_arguments
 from rollgraph.graph.surface import StaticTensors

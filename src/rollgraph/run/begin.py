@@ -41,9 +41,10 @@ from rollgraph.rl.algorithms import load_algorithm
 from rollgraph.rl.data.demonstrations import OfflineData
 from rollgraph.run.progress import restore_position
 from rollgraph.run.reference import restore_reference, set_reference
-from rollgraph.run.rollouts import evaluate_policy, sample_rollouts
+from rollgraph.run.rollouts import sample_rollouts
 from rollgraph.run.saving import has_save_failed, save_if_missing, show_checkpoint_problems
 from rollgraph.run.setup import SUPERVISED, Run
+from rollgraph.run.validation import evaluate_policy
 
 # -- the record of starts --------------------------------------------------------------------------
 # config.yaml     the configuration of the last start with all defaults; `rollgraph train` accepts it as it is

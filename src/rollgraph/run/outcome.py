@@ -26,8 +26,8 @@ from rollgraph.policy import PolicyWorker
 from rollgraph.rl.data.python_objects import PythonObjects, read_rows
 from rollgraph.rl.data.rows import is_chat, is_text
 from rollgraph.run.model_source import no_checkpoint_error
-from rollgraph.run.rollouts import evaluate_policy
 from rollgraph.run.setup import Run, make_run
+from rollgraph.run.validation import evaluate_policy
 from rollgraph.tokenizer import Message
 
 # -- the last lines --------------------------------------------------------------------------------

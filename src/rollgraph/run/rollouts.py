@@ -1,4 +1,4 @@
-"""Collects the rollouts of a step: sample, reward, filter, score; or read offline data and score it. Also validates."""
+"""Collects the rollouts of a step: sample, reward, filter, score; or read offline data and score it."""
 
 from __future__ import annotations
 
@@ -8,16 +8,14 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import cast
 
 from rollgraph.inference import Progress
 from rollgraph.inputs.inputs import Inputs
 from rollgraph.log.samples import SampleDetails, choose_groups
 from rollgraph.policy.generate import run_on_tensor_group
 from rollgraph.policy.weights import POLICY
-from rollgraph.rl.algorithms import UnrewardedAlgorithm
 from rollgraph.rl.algorithms.batch import has_equal_rewards, rollout_failed, rollout_metrics
-from rollgraph.rl.data.demonstrations import OfflineData, rollouts_of_rank
+from rollgraph.rl.data.demonstrations import OfflineData
 from rollgraph.rl.rewards.arguments import TrainerState
 from rollgraph.run.progress import Group
 from rollgraph.run.setup import Run, logs_token_values
@@ -240,7 +238,7 @@ def sample_rollouts(run: Run, prompts: Sequence[Prompt], seed: str) -> list[Roll
 
     If the algorithm needs a reference (KL), rollouts in groups that it keeps also get reference log-probabilities.
     """
-    on_progress = _count_requests(partial(run.log.display.phase, "generate"))
+    on_progress = count_requests(partial(run.log.display.phase, "generate"))
     with run.log.timed("generate"):
         generate = run.policy.generator(seed=seed, on_progress=on_progress)
         rollouts = run_on_tensor_group(run.inputs.environment, generate, prompts, run.policy.sharded.tensor)
@@ -272,7 +270,7 @@ def broadcast_in_tensor_group(run: Run, rollouts: list[Rollout]) -> list[Rollout
     return [Rollout.from_dict(entry) for entry in json.loads(tensor.collectives.all_gather_text(payload)[0])]
 
 
-def _count_requests(show: OnProgress) -> Callable[[Progress], None]:
+def count_requests(show: OnProgress) -> Callable[[Progress], None]:
     """A callback that shows how many of the engine's requests have finished."""
 
     def count(progress: Progress) -> None:
@@ -306,72 +304,6 @@ def _sampling_metrics(run: Run, sampled: Sequence[Rollout]) -> dict[str, float]:
     if sampled and run.inputs.has_rewards:
         metrics["reward/sampled"] = rollout_metrics(sampled)["reward"]
     return metrics
-
-
-def evaluate_policy(run: Run, seed: str) -> dict[str, float]:
-    """Metrics of the validation data. Each data parallel rank evaluates its share."""
-    metrics: dict[str, float] = {}
-    if run.inputs.dropped_validation_prompts:
-        metrics["validation/dropped_prompts"] = float(run.inputs.dropped_validation_prompts)
-    if run.inputs.has_rewards:
-        return metrics | _evaluate_rewards(run, seed)
-    return metrics | _evaluate_losses(run, seed)
-
-
-def _evaluate_losses(run: Run, seed: str) -> dict[str, float]:
-    """The algorithm's own validation metrics, on offline completions or on samples drawn as in training."""
-    algorithm = cast(UnrewardedAlgorithm, run.inputs.algorithm)
-    with run.log.timed("validate"), run.log.phase("validate") as show:
-        if run.inputs.offline_data is not None:
-            rollouts = rollouts_of_rank(run.inputs.offline_validation, run.policy.world)
-            score_offline(run, rollouts)
-        else:
-            prompts = run.inputs.validation[run.policy.world.rank :: run.policy.world.size]
-            generate = run.policy.generator(seed=seed, on_progress=_count_requests(show), validates=True)
-            rollouts = run_on_tensor_group(
-                run.inputs.validation_environment, generate, prompts, run.policy.sharded.tensor
-            )
-            rollouts = broadcast_in_tensor_group(run, rollouts)
-            run.policy.score(rollouts, "reference")
-        rollouts = run.policy.gather_rollouts(rollouts)
-    run.log.validation_rollouts = rollouts
-    return {f"validation/{name}": value for name, value in algorithm.examine(rollouts).items()}
-
-
-def _evaluate_rewards(run: Run, seed: str) -> dict[str, float]:
-    """Mean reward, accuracy and pass@k of sampled completions.
-
-    `RewardFunctions.is_correct` decides which samples are right. pass@k is the fraction of prompts with a right sample.
-    """
-    inputs, world = run.inputs, run.policy.world  # tensor parallel ranks evaluate the same share
-    settings = run.config.validation
-    params = replace(run.policy.sampling, temperature=settings.temperature)
-    with run.log.timed("validate"), run.log.phase("validate") as show:
-        prompts = inputs.validation[world.rank :: world.size]
-        on_progress = _count_requests(show)
-        generate = run.policy.generator(seed=seed, params=params, on_progress=on_progress, validates=True)
-        rollouts = run_on_tensor_group(inputs.validation_environment, generate, prompts, run.policy.sharded.tensor)
-        assign_rewards(run, rollouts)
-        rollouts = run.policy.gather_rollouts(broadcast_in_tensor_group(run, rollouts))
-    run.log.validation_rollouts = rollouts
-    is_right = [[inputs.rewards.is_correct(rollout) for rollout in group] for group in group_rollouts(rollouts)]
-    metrics = {"validation/reward": math.fsum(rollout.reward for rollout in rollouts) / len(rollouts)}
-    metrics |= _rewards_by_function(rollouts)
-    metrics["validation/accuracy"] = sum(map(sum, is_right)) / len(rollouts)
-    metrics[f"validation/pass@{settings.samples}"] = sum(map(any, is_right)) / len(is_right)
-    metrics |= {f"validation/{name}": value for name, value in gather_logged(run).items()}
-    return metrics
-
-
-def _rewards_by_function(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """The mean reward by function, if there are several. A rollout may lack some of them."""
-    by_function: dict[str, list[float]] = {}
-    for rollout in rollouts:
-        for name, reward in rollout.rewards.items():
-            by_function.setdefault(name, []).append(reward)
-    if len(by_function) < 2:
-        return {}
-    return {f"validation/rewards/{name}": math.fsum(rewards) / len(rewards) for name, rewards in by_function.items()}
 
 
 # -- details of written samples --------------------------------------------------------------------

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from rollgraph.graph.backend import reads_on_host, refuse_copy_to_host, refuse_host_read
 from rollgraph.graph.errors import GraphError, HostReadError, here
+from rollgraph.graph.host_reads import reads_on_host, refuse_copy_to_host, refuse_host_read
 from rollgraph.graph.passes import saved_tensors
 from rollgraph.graph.sanitizer.session import OutputCopy, Session
 from rollgraph.graph.state.undo_log import OperationMode, tensors_in

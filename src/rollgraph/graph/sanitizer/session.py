@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from rollgraph.graph.backend import optimizer_hint
 from rollgraph.graph.errors import Location, here
+from rollgraph.graph.host_reads import optimizer_hint
 from rollgraph.graph.pool import Arena
 from rollgraph.graph.sanitizer.findings import Finding, Findings
 from rollgraph.graph.sanitizer.snapshot import ProgramSnapshot, describe_value
