@@ -120,4 +120,4 @@ def tab(browser: Browser, base: str, **options: Any) -> Iterator[Tab]:
         yield new_tab
     finally:
         context.close()
-    assert new_tab.errors == []
+    assert new_tab.errors == [], new_tab.errors

@@ -10,7 +10,7 @@ import pytest
 from rollgraph.view import answers, samples
 from rollgraph.view.answers import BadRequest, NotFound
 from rollgraph.view.runs import Catalog, RunData
-from tests.view.synthetic_run import make_sample, open_run, write_group, write_lines, write_run
+from tests.view.synthetic_run import index_all, make_sample, open_run, write_group, write_lines, write_run
 
 
 @pytest.fixture(scope="module")
@@ -226,3 +226,36 @@ def test_summaries_are_read_once_while_the_run_grows(tmp_path: Path, monkeypatch
     run.update()
     assert len(answers.answer_samples(run, {"limit": "1"})["groups"][0]["samples"]) == 5
     assert len(run.samples.summaries) == 4
+
+
+def test_a_file_replaced_during_a_request_is_read_as_it_was_indexed(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", steps=1)
+    path = folder / "samples.jsonl"
+    path.unlink(missing_ok=True)
+    write_group(folder, 2, 3)
+    run = open_run(folder)
+    with run.opened():
+        before = answers.answer_sample(run, "2.train.3.1")
+        rewritten = path.with_suffix(".part")
+        write_lines(rewritten, [make_sample(1, 0, 0)])
+        rewritten.replace(path)
+        assert answers.answer_sample(run, "2.train.3.1") == before
+    with run.opened(), pytest.raises(NotFound):
+        answers.answer_sample(run, "2.train.3.1")
+
+
+def test_a_sample_is_found_while_a_rewritten_file_is_indexed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_run(tmp_path / "run", steps=1)
+    path = folder / "samples.jsonl"
+    path.unlink(missing_ok=True)
+    write_lines(path, [make_sample(step, 0, 0) for step in range(20)])
+    run = index_all(open_run(folder))
+    rewritten = path.with_suffix(".part")
+    write_lines(rewritten, [make_sample(step, 0, 0, reward=9.0) for step in range(20)])
+    rewritten.replace(path)
+    monkeypatch.setattr("rollgraph.view.index.UPDATE_BYTES", 1000)
+    with run.opened():
+        assert not run.is_indexed
+        assert answers.answer_sample(run, "19.train.0.0")["reward"] == 9.0

@@ -40,6 +40,7 @@ from rollgraph.view.samples import (
 # -- comparing runs --------------------------------------------------------------------------------
 
 MAX_PROMPTS = 100
+MAX_WAIT_SECONDS = 2.0  # that a request waits for the index of a sample that is not in it yet
 
 
 def compare(runs: Sequence[RunData]) -> dict[str, Any]:
@@ -143,6 +144,9 @@ def answer_samples(run: RunData, params: QueryParams) -> Answer:
 
 def answer_sample(run: RunData, id: str) -> Answer:
     sample_and_notes = find_sample(run.samples, id)
+    if sample_and_notes is None and not run.is_indexed:  # a file that was rewritten is indexed again, in portions
+        run.catch_up(MAX_WAIT_SECONDS)
+        sample_and_notes = find_sample(run.samples, id)
     if sample_and_notes is None:
         raise NotFound(f"there is no sample {id!r} in {run.name}")
     sample, notes = sample_and_notes

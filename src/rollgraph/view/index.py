@@ -27,7 +27,7 @@ import math
 import os
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -205,6 +205,7 @@ class IndexedFile:
         self._database = database
         self._version: tuple[Any, ...] = ()  # of the file and the database at the last update
         self._at_end = True  # everything is indexed, except for a half-written last line
+        self._file: BinaryIO | None = None  # as the last update read it, even if another has replaced it since
 
     def open_rows(self) -> list[Any]:
         """Stored rows that the next line may still change; the rows of a portion begin with them."""
@@ -228,7 +229,8 @@ class IndexedFile:
         return self._at_end and self.progress.indexed_bytes < self.size
 
     def update(self) -> bool:
-        """Read new lines, up to `UPDATE_BYTES`. Returns whether anything changed."""
+        """Read new lines, up to `UPDATE_BYTES`. Returns whether anything changed. Keeps the file open until `close`."""
+        self.close()
         before = self.progress
         self.problem = ""
         self.is_missing = False
@@ -238,11 +240,17 @@ class IndexedFile:
                 status = os.fstat(file.fileno())
                 version = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
                 self._follow(file, version, status.st_size)
+                self._file = os.fdopen(os.dup(file.fileno()), "rb")
         except FileError as error:
             self.is_missing = isinstance(error, MissingFile)
             self.problem = "is missing" if self.is_missing else error.detail
             self._follow(io.BytesIO(), (self.problem,), 0)  # as an empty file: its rows go until it can be read again
         return self.progress != before
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
     def _follow(self, file: BinaryIO, version: tuple[Any, ...], size: int) -> None:
         version = (self._database.version(), *version)
@@ -448,7 +456,7 @@ class SamplesIndex(IndexedFile):
 
     def read_span(self, groups: Sequence[Group]) -> bytes:
         """The bytes of the file from the first of these groups to the end of the last."""
-        with self.path.open("rb") as file:
+        with nullcontext(self._file) if self._file is not None else self.path.open("rb") as file:
             start = min(group.start for group in groups)
             return read_slice(file, start, max(group.end for group in groups), self.counters)
 

@@ -41,28 +41,42 @@ class RunData:
 
     @contextmanager
     def opened(self) -> Iterator[RunData]:
-        """Lock the run and read what is new, up to `UPDATE_BYTES` of each file."""
+        """Lock the run and read what is new, up to `UPDATE_BYTES` of each file.
+
+        Inside, texts are read from the files as they were indexed, even if a resumed run replaces them meanwhile.
+        """
         with self._lock:
-            self.update()
             try:
+                self._read_new_lines()
                 yield self
             except sqlite3.DatabaseError as error:
                 self._database.fall_back(error)  # the next request gets an answer
                 raise
             finally:
+                self._close_files()
                 self._database.close()
 
     def update(self) -> bool:
         """Read new lines of both files. Returns whether anything changed."""
         with self._lock:
             try:
-                grew = self.metrics.update()
-                return self.samples.update() or grew
-            except sqlite3.DatabaseError as error:
-                self._database.fall_back(error)
-                return self.update()
+                return self._read_new_lines()
             finally:
-                self._database.end_snapshot()
+                self._close_files()
+
+    def _read_new_lines(self) -> bool:
+        try:
+            grew = self.metrics.update()
+            return self.samples.update() or grew
+        except sqlite3.DatabaseError as error:
+            self._database.fall_back(error)
+            return self._read_new_lines()
+        finally:
+            self._database.end_snapshot()
+
+    def _close_files(self) -> None:
+        self.metrics.close()
+        self.samples.close()
 
     def catch_up(self, seconds: float) -> None:
         """Index for at most `seconds`, or until all is indexed; other requests may run in between."""
