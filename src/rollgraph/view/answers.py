@@ -40,7 +40,7 @@ from rollgraph.view.samples import (
 # -- comparing runs --------------------------------------------------------------------------------
 
 MAX_PROMPTS = 100
-MAX_WAIT_SECONDS = 2.0  # that a request waits for the index of a sample that is not in it yet
+MAX_WAIT_SECONDS = 2.0  # for a sample that is not in the index yet; other requests for this run wait, too
 
 
 def compare(runs: Sequence[RunData]) -> dict[str, Any]:
